@@ -1,0 +1,36 @@
+"""The per-user folders that linkcpp writes to, by the XDG base directory specification.
+
+``LINKCPP_HOME`` puts all of them below one folder: several independent installations (or tests)
+on one machine then never meet.
+"""
+
+import os
+from pathlib import Path
+
+
+def _folder(variable: str, fallback: str, name: str) -> Path:
+    if home := os.environ.get("LINKCPP_HOME"):
+        return Path(home) / name
+    if base := os.environ.get(variable):
+        return Path(base) / "linkcpp"
+    return Path.home() / fallback / "linkcpp"
+
+
+def config_folder() -> Path:
+    """Where settings and the cluster token live."""
+    return _folder("XDG_CONFIG_HOME", ".config", "config")
+
+
+def state_folder() -> Path:
+    """Where deployments, logs and the node's identity live."""
+    return _folder("XDG_STATE_HOME", ".local/state", "state")
+
+
+def cache_folder() -> Path:
+    """Where things live that can be made again: checks, measurements."""
+    return _folder("XDG_CACHE_HOME", ".cache", "cache")
+
+
+def data_folder() -> Path:
+    """Where installed engines live."""
+    return _folder("XDG_DATA_HOME", ".local/share", "data")

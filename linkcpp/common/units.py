@@ -1,0 +1,43 @@
+"""Byte sizes as people write and read them."""
+
+import re
+
+from linkcpp.common.errors import LinkcppError
+
+_SUFFIXES = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6,
+    "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Write a size with three significant digits and a decimal (SI) unit: ``5.31 MB``."""
+    value = float(abs(size_bytes))
+    sign = "-" if size_bytes < 0 else ""
+    if value < 1000:
+        return f"{sign}{int(value)} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        value /= 1000
+        # 999.5 would round to "1000 kB": it belongs to the next unit.
+        if value < 999.5 or unit == "TB":
+            break
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{sign}{value:.{digits}f} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """Read ``6GB``, ``512 MiB`` or ``1.5g`` as bytes.
+
+    Raises:
+        LinkcppError: the text is not a size.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _SUFFIXES.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise LinkcppError(
+            f"{text!r} is not a size in bytes.", hint="Write it like 6GB, 512MiB or 1500000."
+        )
+    return round(float(match[1]) * factor)

@@ -1,0 +1,5 @@
+"""Stock llama.cpp programs: found, fingerprinted, checked, installed, supervised;
+the ggml-RPC codec.
+
+Imports only ``linkcpp.common``.
+"""

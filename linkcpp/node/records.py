@@ -1,0 +1,98 @@
+"""Messages of the node agent's HTTP API, version 1.
+
+| call | body | answer |
+| --- | --- | --- |
+| ``GET /v1/health`` | | ``Health`` (the only call without a token) |
+| ``GET /v1/node`` | | ``linkcpp.cluster.records.NodeRecord`` |
+| ``POST /v1/servers`` | ``ServerRequest`` | 201 ``ServerRecord`` |
+| ``GET /v1/servers`` | | ``ServerList`` |
+| ``GET /v1/servers/{id}`` | | ``ServerRecord`` |
+| ``POST /v1/servers/{id}/renew`` | | ``ServerRecord`` (the lease starts again) |
+| ``DELETE /v1/servers/{id}`` | | 204, also when it is already gone |
+| ``GET /v1/servers/{id}/logs?tail=N`` | | text |
+| ``POST /v1/echo`` | bytes | the number of bytes taken, for measuring the link |
+| ``GET /v1/servers/{id}/bridge`` | WebSocket | see ``docs/wire.md`` |
+
+Authentication: ``Authorization: Bearer <cluster token>``. Errors: ``ErrorBody`` with a 4xx status.
+
+The bridge. One WebSocket serves one rpc-server for the life of a deployment. llama-server opens
+many short RPC connections one after the other (about 170 while loading a 30-layer model), so they
+are carried inside the one WebSocket: text frame ``open`` starts a connection, binary frames are its
+bytes in both directions, text frame ``close`` (from either side) ends it. At most one connection is
+open at a time, as the rpc-server serves one client.
+"""
+
+from enum import StrEnum
+from typing import NewType
+
+from linkcpp.common.records import Record, WireRecord
+
+ServerId = NewType("ServerId", str)
+
+BRIDGE_OPEN = "open"
+BRIDGE_CLOSE = "close"
+
+
+class Health(WireRecord):
+    """Proof of life; tells nothing that mDNS does not tell."""
+
+    service: str = "linkcpp-node"
+    agent_version: str
+    node_id: str
+    name: str
+
+
+class ServerRequest(Record):
+    """Ask a node to run a stock rpc-server for a deployment.
+
+    ``memory_bytes`` is the most that the deployment may allocate on the device: the agent refuses
+    the request where that exceeds what it offers, and refuses allocations beyond it afterwards.
+    The server ends when ``lease_seconds`` pass without a renewal and without a bridge.
+    """
+
+    deployment: str
+    device: str
+    memory_bytes: int
+    threads: int | None = None
+    lease_seconds: float = 20.0
+
+
+class ServerState(StrEnum):
+    """The life of an rpc-server."""
+
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class ServerRecord(WireRecord):
+    """An rpc-server as its agent sees it.
+
+    ``allocated_bytes`` is what the current client holds in buffers; ``tensor_bytes`` counts the
+    weights written into them, so a coordinator can prove that a node holds what it should.
+    """
+
+    server_id: ServerId
+    deployment: str
+    device: str
+    memory_bytes: int
+    state: ServerState
+    detail: str | None
+    allocated_bytes: int
+    tensor_bytes: int
+    is_bridged: bool
+
+
+class ServerList(WireRecord):
+    """All rpc-servers of a node."""
+
+    servers: tuple[ServerRecord, ...]
+
+
+class ErrorBody(WireRecord):
+    """A refused call: a stable code, one sentence, and the way out."""
+
+    code: str
+    message: str
+    hint: str | None = None

@@ -1,0 +1,126 @@
+"""The plan: one frozen value from which every command line derives."""
+
+from enum import StrEnum
+
+from linkcpp.cluster.records import NodeId
+from linkcpp.common.records import Record
+from linkcpp.engine.records import EngineFingerprint
+
+SCHEMA_VERSION = 1
+
+
+class PlanMode(StrEnum):
+    """How a model is spread. ``auto`` takes the fastest mode that fits; ``experts`` comes later."""
+
+    AUTO = "auto"
+    SINGLE = "single"
+    LAYERS = "layers"
+
+
+class CacheType(StrEnum):
+    """Element types of the KV cache that llama-server accepts."""
+
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    Q8_0 = "q8_0"
+    Q5_1 = "q5_1"
+    Q5_0 = "q5_0"
+    Q4_1 = "q4_1"
+    Q4_0 = "q4_0"
+    IQ4_NL = "iq4_nl"
+
+
+class PlanOptions(Record):
+    """What the user asks of a deployment.
+
+    ``context_tokens`` is per sequence; ``parallel`` is the number of sequences (slots).
+    ``reserve_bytes`` is left free on every device besides everything that is counted.
+    """
+
+    mode: PlanMode = PlanMode.AUTO
+    context_tokens: int = 4096
+    parallel: int = 1
+    cache_type_k: CacheType = CacheType.F16
+    cache_type_v: CacheType = CacheType.F16
+    batch_tokens: int = 2048
+    ubatch_tokens: int = 512
+    reserve_bytes: int = 256 * 2**20
+    repack: bool = False
+
+
+class ModelReference(Record):
+    """Which model a plan is for. ``digest`` is ``None`` when it was planned from a preset."""
+
+    name: str
+    source: str
+    digest: str | None
+    architecture: str
+    layer_count: int
+    weight_bytes: int
+
+
+class DeviceMemory(Record):
+    """What a plan puts on one device, in bytes, against what the device offers."""
+
+    weight_bytes: int
+    kv_bytes: int
+    recurrent_bytes: int
+    compute_bytes: int
+    reserve_bytes: int
+    available_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        """All that the deployment takes on the device, without the reserve."""
+        return self.weight_bytes + self.kv_bytes + self.recurrent_bytes + self.compute_bytes
+
+
+class Stage(Record):
+    """A window of consecutive layers on one device of one node, in the order of the layers.
+
+    Layers ``first_layer`` to ``first_layer + layer_count - 1``. ``holds_output`` marks the stage
+    that also has the output head. ``expert_layers_in_ram`` are layers of this window whose
+    experts stay in the coordinator's RAM (only on the coordinator's own devices).
+    """
+
+    node_id: NodeId
+    node_name: str
+    is_coordinator: bool
+    device: str
+    is_cpu: bool
+    first_layer: int
+    layer_count: int
+    holds_output: bool
+    expert_layers_in_ram: tuple[int, ...] = ()
+    memory: DeviceMemory
+
+
+class Expectation(Record):
+    """What the plan predicts for one decoded token, in milliseconds."""
+
+    token_ms: float
+    compute_ms: float
+    network_ms: float
+    optimality_gap: float
+    objective: str
+
+
+class Plan(Record):
+    """Who holds what. Everything on a command line that concerns placement derives from this.
+
+    ``coordinator_memory`` is what the coordinator's RAM holds in total (input embeddings, its CPU
+    window, experts kept in RAM). ``node_urls`` are hints; a node is found again by its id.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    mode: PlanMode
+    model: ModelReference
+    options: PlanOptions
+    coordinator_id: NodeId
+    coordinator_name: str
+    engine: EngineFingerprint
+    stages: tuple[Stage, ...]
+    coordinator_memory: DeviceMemory
+    node_urls: dict[NodeId, tuple[str, ...]]
+    expectation: Expectation

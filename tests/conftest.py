@@ -1,0 +1,29 @@
+"""Fixtures that several rooms' tests share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from linkcpp.engine.records import EngineLocation
+from tests.support.engines import ENGINES, prebuilt_engine
+
+
+@pytest.fixture(autouse=True)
+def linkcpp_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give every test folders of its own, so that none reads or writes the user's."""
+    home = tmp_path / "linkcpp-home"
+    monkeypatch.setenv("LINKCPP_HOME", str(home))
+    yield home
+
+
+@pytest.fixture(params=sorted(ENGINES))
+def engine(request: pytest.FixtureRequest) -> EngineLocation:
+    """Each engine build in turn; the source build only where it is installed."""
+    return ENGINES[request.param]()
+
+
+@pytest.fixture
+def stock_engine() -> EngineLocation:
+    """The prebuilt engine, for tests in which the build does not matter."""
+    return prebuilt_engine()
