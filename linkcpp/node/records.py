@@ -2,7 +2,7 @@
 
 | call | body | answer |
 | --- | --- | --- |
-| ``GET /v1/health`` | | ``Health`` (the only call without a token) |
+| ``GET /v1/health?challenge=C`` | | ``Health`` (the only call without a token) |
 | ``GET /v1/node`` | | ``linkcpp.cluster.records.NodeRecord`` |
 | ``POST /v1/servers`` | ``ServerRequest`` | 201 ``ServerRecord`` |
 | ``GET /v1/servers`` | | ``ServerList`` |
@@ -14,6 +14,16 @@
 | ``GET /v1/servers/{id}/bridge`` | WebSocket | see ``docs/wire.md`` |
 
 Authentication: ``Authorization: Bearer <cluster token>``. Errors: ``ErrorBody`` with a 4xx status.
+The agent listens on ``linkcpp.cluster.config.DEFAULT_AGENT_PORT`` unless told otherwise.
+
+Proof before trust. mDNS lets anybody on the network claim to be a node, so a client shows the token
+only to a host that has proved that it knows it. The client sends a fresh random ``challenge`` (16 to
+128 characters of ``A-Z a-z 0-9 - _``; anything else is a 400) with the health call, and the agent
+answers with ``address``, the local address and port of the socket that the request came in on
+(``scope["server"]``, written by ``linkcpp.cluster.token.canonical_address(host, port)``), and
+``proof = linkcpp.cluster.token.health_proof(token, challenge=…, node_id=…, address=…)``. The
+address is part of the proof so that a rogue cannot pass the challenge on to a real node and claim
+its answer. Without a challenge, both stay ``None``. ``docs/security.md`` says what this protects.
 
 The bridge. One WebSocket serves one rpc-server for the life of a deployment. llama-server opens
 many short RPC connections one after the other (about 170 while loading a 30-layer model), so they
@@ -34,12 +44,17 @@ BRIDGE_CLOSE = "close"
 
 
 class Health(WireRecord):
-    """Proof of life; tells nothing that mDNS does not tell."""
+    """Proof of life; tells nothing that mDNS does not tell.
+
+    ``proof`` and ``address`` answer a ``challenge`` and are ``None`` without one.
+    """
 
     service: str = "linkcpp-node"
     agent_version: str
     node_id: str
     name: str
+    address: str | None = None
+    proof: str | None = None
 
 
 class ServerRequest(Record):
