@@ -1,0 +1,65 @@
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_atomically
+
+
+def _names(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir()]
+
+
+def test_a_file_is_replaced_whole_and_has_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "secret"
+    write_atomically(path, "old", mode=0o600)
+    write_atomically(path, b"new", mode=0o600)
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert _names(path.parent) == ["secret"]
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state"
+    write_atomically(path, "old")
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert _names(tmp_path) == ["state"]
+
+
+def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
+    # A file-size limit makes write() fail with EFBIG, as a full disk does with ENOSPC.
+    script = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from linkcpp.common.files import write_atomically\n"
+        "from linkcpp.common.errors import LinkcppError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "try: write_atomically(Path(sys.argv[1]), bytes(5000))\n"
+        "except LinkcppError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "plan.json")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "Cannot write" in done.stdout
+    assert "Free some space" in done.stdout
+    assert _names(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(LinkcppError, match="Cannot write"):
+        write_atomically(tmp_path / "file" / "below", "text")
