@@ -16,10 +16,10 @@
 Authentication: ``Authorization: Bearer <cluster token>``. Errors: ``ErrorBody`` with a 4xx status.
 The agent listens on ``linkcpp.cluster.config.DEFAULT_AGENT_PORT`` unless told otherwise.
 
-Proof before trust. mDNS lets anybody on the network claim to be a node, so a client shows the token
-only to a host that has proved that it knows it. The client sends a fresh random ``challenge`` (16 to
-128 characters of ``A-Z a-z 0-9 - _``; anything else is a 400) with the health call, and the agent
-answers with ``address``, the local address and port of the socket that the request came in on
+Proof before trust. mDNS lets anybody on the network claim to be a node, so a client shows the
+token only to a host that has proved that it knows it. The client sends a fresh random ``challenge``
+(16 to 128 characters of ``A-Z a-z 0-9 - _``; anything else is a 400) with the health call, and the
+agent answers with ``address``, the local address and port of the socket that the request came in on
 (``scope["server"]``, written by ``linkcpp.cluster.token.canonical_address(host, port)``), and
 ``proof = linkcpp.cluster.token.health_proof(token, challenge=…, node_id=…, address=…)``. The
 address is part of the proof so that a rogue cannot pass the challenge on to a real node and claim
@@ -28,11 +28,13 @@ its answer. Without a challenge, both stay ``None``. ``docs/security.md`` says w
 The bridge. One WebSocket serves one rpc-server for the life of a deployment. llama-server opens
 many short RPC connections one after the other (about 170 while loading a 30-layer model), so they
 are carried inside the one WebSocket: text frame ``open`` starts a connection, binary frames are its
-bytes in both directions, text frame ``close`` (from either side) ends it. At most one connection is
-open at a time, as the rpc-server serves one client.
+bytes in both directions, text frame ``close`` ends it, and every connection gets exactly one
+``close`` from each side. At most one connection is open at a time, as the rpc-server serves one
+client. Text frame ``ack N`` tells that N bytes were passed on since the WebSocket began: a side may
+be at most ``BRIDGE_WINDOW_BYTES`` ahead of it. ``docs/wire.md`` has the rules and the close codes.
 """
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NewType
 
 from linkcpp.common.records import Record, WireRecord
@@ -41,6 +43,21 @@ ServerId = NewType("ServerId", str)
 
 BRIDGE_OPEN = "open"
 BRIDGE_CLOSE = "close"
+BRIDGE_ACK = "ack"
+BRIDGE_WINDOW_BYTES = 8 * 2**20
+BRIDGE_MAX_MESSAGE_BYTES = 2**20
+
+
+class BridgeCloseCode(IntEnum):
+    """Why an agent closes a bridge; the close reason says it in words.
+
+    Private-use codes of RFC 6455, section 7.4.2; 1000 is a wanted end.
+    """
+
+    MALFORMED = 4400
+    REFUSED = 4403
+    SERVER_FAILED = 4404
+    SERVER_STOPPED = 4410
 
 
 class Health(WireRecord):

@@ -1,0 +1,62 @@
+"""``linkcpp token``: the secret that the machines of a cluster share."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from linkcpp.cluster.token import create_token, load_token, store_token, token_path
+
+_LONGEST_INPUT = 4096
+
+app = typer.Typer(help="Show, make or take over the cluster token.", pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True)
+def show(
+    context: typer.Context,
+    show_token: Annotated[
+        bool, typer.Option("--show", help="Print the token itself, and nothing else.")
+    ] = False,
+) -> None:
+    """Say where the token is; with --show print it, for a pipe to `linkcpp token set`."""
+    if context.invoked_subcommand is not None:
+        return
+    token = load_token()
+    if show_token:
+        typer.echo(token)
+        return
+    typer.echo(f"The cluster token is in {token_path()}.")
+    typer.echo(_how_to_share())
+
+
+@app.command()
+def create(
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Make a new token although there is one.")
+    ] = False,
+) -> None:
+    """Make a new random token of 256 bits."""
+    create_token(replace=replace)
+    typer.echo(f"Made a new cluster token in {token_path()}.")
+    typer.echo(_how_to_share())
+
+
+@app.command(name="set")
+def take_over() -> None:
+    """Take over another machine's token, read from standard input."""
+    # Not an argument: those are in the process list and in the shell's history.
+    if sys.stdin.isatty():
+        text = typer.prompt("Token", hide_input=True)
+    else:
+        text = sys.stdin.read(_LONGEST_INPUT)
+    store_token(text)
+    typer.echo(f"Stored the cluster token in {token_path()}.")
+
+
+def _how_to_share() -> str:
+    return (
+        "Every machine of the cluster needs the same one. To bring it to another machine:\n"
+        "  linkcpp token --show | ssh OTHER linkcpp token set\n"
+        "or run `linkcpp token set` there and paste what `linkcpp token --show` prints here."
+    )

@@ -1,0 +1,142 @@
+"""Settings of this machine: ``config.toml`` in the config folder.
+
+::
+
+    name = "attic"                          # default: the host name
+    nodes = ["http://10.0.0.5:8716"]        # agents that mDNS does not reach
+    engine = "/usr/local/llama.cpp"         # folder of the llama.cpp programs
+    memory_limit = "6GB"                    # the most that this machine gives
+    mdns = true                             # advertise and browse on the local network
+"""
+
+import ipaddress
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.paths import config_folder
+from linkcpp.common.records import Record
+from linkcpp.common.units import parse_bytes
+
+DEFAULT_AGENT_PORT = 8716
+_LONGEST_FILE_BYTES = 2**20
+
+
+def _read_size(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value)
+    except LinkcppError as error:
+        raise ValueError(str(error)) from error
+
+
+def _read_urls(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        return value
+    try:
+        return tuple(parse_node_url(item) for item in value)
+    except LinkcppError as error:
+        raise ValueError(str(error)) from error
+
+
+class Config(Record):
+    """The settings; each has a default, so the file need not exist."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    name: str | None = None
+    nodes: Annotated[tuple[str, ...], BeforeValidator(_read_urls)] = ()
+    engine: Path | None = None
+    memory_limit_bytes: Annotated[
+        int | None, BeforeValidator(_read_size), Field(alias="memory_limit", gt=0)
+    ] = None
+    mdns: bool = True
+
+
+def config_path() -> Path:
+    """Where the settings are read from."""
+    return config_folder() / "config.toml"
+
+
+def load_config() -> Config:
+    """Read the settings, or the defaults where there is no file.
+
+    Raises:
+        LinkcppError: the file is no TOML, or has a key or value that is not known.
+    """
+    path = config_path()
+    try:
+        with path.open("rb") as file:
+            text = file.read(_LONGEST_FILE_BYTES).decode()
+        return Config.model_validate(tomllib.loads(text))
+    except FileNotFoundError:
+        return Config()
+    except ValidationError as error:
+        raise LinkcppError(
+            f"{path}: {'; '.join(_explain(problem) for problem in error.errors())}.",
+            hint="The keys are name, nodes, engine, memory_limit and mdns.",
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise LinkcppError(f"{path} cannot be read: {error}.", hint="Mend or delete it.") from error
+
+
+def _explain(problem: Any) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"the key {key!r} is not known"
+    return f"{key}: {problem['msg'].removeprefix('Value error, ')}".rstrip(".")
+
+
+def parse_node_url(text: str) -> str:
+    """Read how a person names a node: ``10.0.0.5``, ``attic.local:9000``, ``https://host/path``.
+
+    The scheme defaults to ``http`` and the port of plain HTTP to ``DEFAULT_AGENT_PORT``. An IPv6
+    address with or without brackets is taken, and a zone (``fe80::1%eth0``) is kept.
+
+    Raises:
+        LinkcppError: it is not an HTTP address of a host.
+    """
+    # RFC 6874 writes the zone of an IPv6 address as %25eth0; sockets want %eth0.
+    bare = text.strip().replace("%25", "%")
+    if "://" not in bare:
+        bare = f"http://{_bracket(bare)}"
+    bare = bare.rstrip("/")
+    try:
+        parts = urlsplit(bare)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if (
+        not host
+        or parts.scheme not in ("http", "https")
+        or parts.username is not None
+        or parts.query
+        or parts.fragment
+        or not bare.isprintable()
+        or " " in bare
+    ):
+        raise LinkcppError(
+            f"{text!r} is not the address of a node.",
+            hint=f"Write it like 10.0.0.5:{DEFAULT_AGENT_PORT} or https://attic.example.",
+        )
+    if port is None:
+        port = 443 if parts.scheme == "https" else DEFAULT_AGENT_PORT
+    return node_url(host, port, scheme=parts.scheme) + parts.path
+
+
+def node_url(host: str, port: int, *, scheme: str = "http") -> str:
+    """Write the URL of an agent; IPv6 goes into brackets and keeps its zone."""
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _bracket(text: str) -> str:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return text
+    return f"[{text}]"
