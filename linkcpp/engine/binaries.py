@@ -39,7 +39,7 @@ def find_engines(explicit: Path | None = None) -> list[EngineLocation]:
     """List all engines, the most preferred first, each program once (by its resolved path).
 
     Preference: ``explicit`` (a folder, or the path of a llama-server), else the variable
-    ``LINKCPP_ENGINE``, else ``path`` below ``[engine]`` in ``config.toml``; then engines that
+    ``LINKCPP_ENGINE``, else ``engine`` in ``config.toml``; then engines that
     ``linkcpp engine install`` installed, engine packages of this interpreter, PATH, and the usual
     places of Homebrew, Termux and source builds. An engine without an rpc-server, or without a
     llama-server, is listed too, so that it can be told what it lacks.
@@ -124,22 +124,17 @@ def _explicit_setting(explicit: Path | None) -> tuple[Path | None, str]:
         return explicit.expanduser().absolute(), "named explicitly"
     if value := os.environ.get(ENGINE_VARIABLE):
         return Path(value).expanduser().absolute(), f"environment variable {ENGINE_VARIABLE}"
+    # The file belongs to the cluster room, which checks all of it; here one key matters.
     config = config_folder() / "config.toml"
     try:
-        settings = tomllib.loads(config.read_text())
+        setting = tomllib.loads(config.read_text()).get("engine")
     except FileNotFoundError:
         return None, ""
     except (OSError, ValueError) as error:
-        raise LinkcppError(
-            f"Cannot read {config}: {error}.", hint="Mend the file or remove it."
-        ) from error
-    section = settings.get("engine", {})
-    value = section.get("path") if isinstance(section, dict) else None
-    if value is None:
+        raise LinkcppError(f"Cannot read {config}: {error}.", hint="Mend or delete it.") from error
+    if setting is None:
         return None, ""
-    if not isinstance(value, str):
-        raise LinkcppError(f"`path` below [engine] in {config} is not a text.", hint="Quote it.")
-    return Path(value).expanduser().absolute(), f"[engine] path in {config}"
+    return Path(str(setting)).expanduser().absolute(), f"`engine` in {config}"
 
 
 def _usual_places() -> Iterator[tuple[Path, str]]:
