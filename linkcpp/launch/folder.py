@@ -1,0 +1,224 @@
+"""The folder of a deployment: its files, its lock, and who looks after it."""
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+from pydantic import BaseModel, ValidationError
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_atomically
+from linkcpp.common.paths import state_folder
+from linkcpp.launch.records import (
+    STATE_SCHEMA_VERSION,
+    DeploymentState,
+    LaunchRequest,
+    ProcessIdentity,
+)
+from linkcpp.planning.records import Plan
+
+MAX_RECORD_BYTES = 64 * 2**20
+LOCK_PATIENCE_SECONDS = 2.0
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_Record = TypeVar("_Record", bound=BaseModel)
+
+
+class DeploymentFolder:
+    """Where one deployment keeps everything; nothing here is needed to run another one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+        self.request_file = path / "request.json"
+        self.plan_file = path / "plan.json"
+        self.state_file = path / "state.json"
+        self.arguments_file = path / "llama-server.args"
+        self.api_key_file = path / "api-key"
+        self.lock_file = path / "supervisor.lock"
+        self.supervisor_log = path / "supervisor.log"
+        self.engine_log = path / "llama-server.log"
+
+    def write_request(self, request: LaunchRequest) -> None:
+        """Write what was asked for."""
+        write_atomically(self.request_file, request.model_dump_json(indent=1), mode=0o600)
+
+    def read_request(self) -> LaunchRequest:
+        """Read what was asked for."""
+        return _read(self.request_file, LaunchRequest)
+
+    def write_plan(self, plan: Plan) -> None:
+        """Write the plan that is in force, which after a failure is not the one asked for."""
+        write_atomically(self.plan_file, plan.model_dump_json(indent=1))
+
+    def read_plan(self) -> Plan:
+        """Read the plan that is in force."""
+        return _read(self.plan_file, Plan)
+
+    def write_state(self, state: DeploymentState) -> None:
+        """Replace the state; readers see the old one or the new one."""
+        write_atomically(self.state_file, state.model_dump_json(indent=1))
+
+    def read_state(self) -> DeploymentState:
+        """Read the state that was last written; it may be of a supervisor that is gone."""
+        return _read(self.state_file, DeploymentState)
+
+    def has_supervisor(self) -> bool:
+        """Whether a living process looks after this deployment.
+
+        The lock tells, since the system drops it with the process, however that ends.
+        """
+        try:
+            descriptor = os.open(self.lock_file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[int]:
+        """Hold the deployment; yields the descriptor, which may be handed on to the supervisor.
+
+        Raises:
+            LinkcppError: somebody else holds it.
+        """
+        _make_folder(self.path)
+        descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _take(descriptor, self.name)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def deployments_folder() -> Path:
+    """Where the folders of all deployments lie."""
+    return state_folder() / "deployments"
+
+
+def deployment_folder(name: str) -> DeploymentFolder:
+    """Return the folder of a deployment, whether it exists or not.
+
+    Raises:
+        LinkcppError: no deployment can have that name.
+    """
+    if not _NAME.fullmatch(name):
+        raise LinkcppError(
+            f"{name!r} is not a name for a deployment.",
+            hint="Use up to 63 of a-z, 0-9, '.', '_' and '-', a letter or digit first.",
+        )
+    return DeploymentFolder(deployments_folder() / name)
+
+
+def all_deployments() -> list[DeploymentFolder]:
+    """Return every deployment of which a state is known, by name."""
+    parent = deployments_folder()
+    if not parent.is_dir():
+        return []
+    return [
+        DeploymentFolder(path)
+        for path in sorted(parent.iterdir())
+        if _NAME.fullmatch(path.name) and (path / "state.json").is_file()
+    ]
+
+
+def existing_deployment(name: str | None) -> DeploymentFolder:
+    """Return the deployment ``name``, or the only one there is.
+
+    Raises:
+        LinkcppError: it does not exist, or without a name there are none or several.
+    """
+    known = all_deployments()
+    names = ", ".join(folder.name for folder in known)
+    if name is not None:
+        folder = deployment_folder(name)
+        if not folder.state_file.is_file():
+            raise LinkcppError(
+                f"There is no deployment {name!r}.",
+                hint=f"Known: {names}." if names else "`linkcpp launch PLAN` makes one.",
+            )
+        return folder
+    if not known:
+        raise LinkcppError("There is no deployment.", hint="`linkcpp launch PLAN` makes one.")
+    if len(known) > 1:
+        raise LinkcppError("There are several deployments.", hint=f"Name one of: {names}.")
+    return known[0]
+
+
+def name_from_model(model_name: str) -> str:
+    """Make a deployment's name from a model's: lower case, only what a name may have."""
+    slug = re.sub(r"[^a-z0-9._]+", "-", model_name.lower()).strip("-._")
+    return slug[:63].rstrip("-._") or "model"
+
+
+def identity_of(pid: int) -> ProcessIdentity | None:
+    """Return the identity of a living process, ``None`` where there is none of that number."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return ProcessIdentity(pid=pid, started_at=process.create_time())
+    except psutil.Error:
+        return None
+
+
+def is_alive(identity: ProcessIdentity | None) -> bool:
+    """Whether this very process still runs, and not a later one that got its number."""
+    if identity is None:
+        return False
+    now = identity_of(identity.pid)
+    # The clock by which the system tells start times may be corrected by a little.
+    return now is not None and abs(now.started_at - identity.started_at) < 1.0
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise LinkcppError(
+            f"Cannot make the folder {path}: {error.strerror}.",
+            hint="Free some space, or set LINKCPP_HOME to a folder that you may write.",
+        ) from error
+
+
+def _take(descriptor: int, name: str) -> None:
+    # `status` may look at the lock at this very moment; it lets go at once, a supervisor does not.
+    deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise LinkcppError(
+                    f"The deployment {name!r} already runs.",
+                    hint=f"`linkcpp stop {name}` ends it; --name starts another one beside it.",
+                ) from None
+            time.sleep(0.05)
+        else:
+            return
+
+
+def _read(path: Path, kind: type[_Record]) -> _Record:
+    hint = f"Remove the folder {path.parent} if the deployment is no longer wanted."
+    try:
+        if path.stat().st_size > MAX_RECORD_BYTES:
+            raise LinkcppError(f"{path} is too large to be a file of linkcpp.", hint=hint)
+        return kind.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise LinkcppError(f"Cannot read {path}: {error.strerror}.", hint=hint) from error
+    except ValidationError as error:
+        problem = (
+            f"{path} was written by another version of linkcpp, or is damaged "
+            f"(this version reads schema {STATE_SCHEMA_VERSION})."
+        )
+        raise LinkcppError(problem, hint=hint) from error

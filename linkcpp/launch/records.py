@@ -1,0 +1,130 @@
+"""What is asked of a deployment, and what is known of it while it lives.
+
+Both are files of the deployment's folder: ``request.json`` is written once by ``launch``,
+``state.json`` by the supervisor whenever something happened.
+"""
+
+from enum import StrEnum
+
+from linkcpp.cluster.records import NodeId
+from linkcpp.common.records import Record
+from linkcpp.node.records import ServerId
+from linkcpp.planning.records import Plan
+
+STATE_SCHEMA_VERSION = 1
+
+
+class LaunchRequest(Record):
+    """Everything that the supervisor needs to know, all paths absolute.
+
+    ``api_key_file`` is ``None`` where the API is open, which only loopback may be.
+    """
+
+    schema_version: int = STATE_SCHEMA_VERSION
+    name: str
+    plan: Plan
+    model_path: str
+    host: str
+    port: int
+    api_key_file: str | None
+    templates_folder: str | None
+    node_urls: tuple[str, ...] = ()
+
+
+class Phase(StrEnum):
+    """Where a deployment stands; the phases up to ``READY`` come in this order."""
+
+    CHECKING = "checking"
+    FINDING_NODES = "finding_nodes"
+    STARTING_SERVERS = "starting_servers"
+    LOADING = "loading"
+    WARMING_UP = "warming_up"
+    PROVING = "proving"
+    READY = "ready"
+    RECOVERING = "recovering"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing runs any more."""
+        return self in (Phase.STOPPED, Phase.FAILED)
+
+
+class ProcessIdentity(Record):
+    """A process that cannot be mistaken for a later one with the same number.
+
+    ``started_at`` is the start time in seconds since 1970 as the system reports it.
+    """
+
+    pid: int
+    started_at: float
+
+
+class StageState(Record):
+    """One window of the plan and what its device was seen to hold, in bytes.
+
+    ``held_weight_bytes`` is what the node's agent counted as written; the ``*_buffer_bytes`` are
+    what llama-server logged (rounded by it to 10 KiB); ``None`` where nothing was told yet.
+    ``carried_bytes`` went over the link in both directions since the stage started.
+    """
+
+    index: int
+    node_id: NodeId
+    node_name: str
+    is_coordinator: bool
+    device: str
+    first_layer: int
+    layer_count: int
+    holds_output: bool
+    planned_weight_bytes: int
+    planned_memory_bytes: int
+    url: str | None = None
+    server_id: ServerId | None = None
+    endpoint: str | None = None
+    held_weight_bytes: int | None = None
+    allocated_bytes: int | None = None
+    model_buffer_bytes: int | None = None
+    kv_buffer_bytes: int | None = None
+    recurrent_buffer_bytes: int | None = None
+    compute_buffer_bytes: int | None = None
+    carried_bytes: int = 0
+    rtt_ms: float | None = None
+
+
+class Notice(Record):
+    """One line of a deployment's history; ``at`` is in seconds since 1970."""
+
+    at: float
+    text: str
+
+
+class DeploymentState(Record):
+    """A deployment as its supervisor last wrote it.
+
+    The file alone does not prove that anything runs: ``status`` also looks whether the supervisor
+    is still the process of ``supervisor``.
+    """
+
+    schema_version: int = STATE_SCHEMA_VERSION
+    name: str
+    model_name: str
+    mode: str
+    phase: Phase
+    detail: str | None = None
+    hint: str | None = None
+    supervisor: ProcessIdentity | None = None
+    llama_server: ProcessIdentity | None = None
+    api_url: str | None = None
+    api_key_file: str | None = None
+    stages: tuple[StageState, ...] = ()
+    coordinator_buffer_bytes: int = 0
+    created_at: float
+    updated_at: float
+    ready_at: float | None = None
+    restart_count: int = 0
+    excluded_nodes: tuple[str, ...] = ()
+    prompt_tokens_per_second: float | None = None
+    tokens_per_second: float | None = None
+    notices: tuple[Notice, ...] = ()

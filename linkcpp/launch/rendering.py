@@ -1,0 +1,144 @@
+"""Templates -> command lines and files. The plan alone decides placement."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.resources import resource_folder
+
+LLAMA_SERVER_TEMPLATE = "llama-server.args.j2"
+SYSTEMD_TEMPLATE = "systemd/linkcpp-deployment.service.j2"
+
+# Options of llama-server that decide what lies where or how much memory it takes; a template that
+# sets one of them would make the plan untrue.
+_PLACEMENT_OPTION = re.compile(
+    r"(-ngl|--(n-)?gpu-layers|-ts|--tensor-split|-ot|--override-tensor|-dev|--device|--rpc"
+    r"|-sm|--split-mode|-mg|--main-gpu|-cmoe|--cpu-moe|-ncmoe|--n-cpu-moe|-fit\w?|--fit(-\w+)?"
+    r"|-c|--ctx-size|-np|--parallel|-ctk|--cache-type-k|-ctv|--cache-type-v|-b|--batch-size"
+    r"|-ub|--ubatch-size|-(n?)kvo|--(no-)?kv-offload|-nr|--(no-)?repack|-md|--model-draft)(=.*)?"
+)
+
+
+def templates_folder(chosen: str | None) -> Path | None:
+    """Return the user's own templates folder: ``chosen``, else ``LINKCPP_TEMPLATES``.
+
+    Raises:
+        LinkcppError: the folder does not exist.
+    """
+    named = chosen or os.environ.get("LINKCPP_TEMPLATES")
+    if not named:
+        return None
+    folder = Path(named).expanduser().resolve()
+    if not folder.is_dir():
+        raise LinkcppError(
+            f"The templates folder {folder} does not exist.",
+            hint="Name a folder that holds templates, or leave the option away.",
+        )
+    return folder
+
+
+def render(template: str, values: dict[str, Any], *, own_templates: str | None) -> str:
+    """Fill a template in; a file of the user's folder goes before the one that ships.
+
+    Raises:
+        LinkcppError: the template names a value that does not exist, or is not valid Jinja.
+    """
+    folders = [own_templates] if own_templates else []
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*folders, resource_folder("templates")]),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # noqa: S701 - command lines and unit files, never HTML
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    try:
+        return environment.get_template(template).render(values)
+    except jinja2.TemplateError as error:
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise LinkcppError(
+            f"The template {template}{line} cannot be filled in: {error}.",
+            hint=f"Compare it with {resource_folder('templates') / template}.",
+        ) from error
+
+
+def llama_server_command(
+    *,
+    program: str,
+    model_path: str,
+    model_name: str,
+    placement: Sequence[str],
+    host: str,
+    port: int | str,
+    api_key_file: str | None,
+    own_templates: str | None = None,
+) -> tuple[str, ...]:
+    """Return the command line of llama-server, the program first.
+
+    Raises:
+        LinkcppError: the template cannot be filled in, or touches what the plan decides.
+    """
+    values = {
+        "engine": {"program": program},
+        "model": {"path": model_path, "name": model_name},
+        "api": {"host": host, "port": port, "key_file": api_key_file},
+        "placement": list(placement),
+    }
+    if "\n" in f"{program}{model_path}{model_name}{api_key_file}":
+        raise LinkcppError("A path or name holds a line break.", hint="Rename it.")
+    text = render(LLAMA_SERVER_TEMPLATE, values, own_templates=own_templates)
+    command = arguments_of(text)
+    _refuse_other_placement(command, placement)
+    return command
+
+
+def arguments_of(text: str) -> tuple[str, ...]:
+    """Return the arguments of a rendered template: one a line, without comments and empty lines."""
+    lines = (line.lstrip() for line in text.split("\n"))
+    return tuple(line for line in lines if line and line != "#" and not line.startswith("# "))
+
+
+def _refuse_other_placement(command: tuple[str, ...], placement: Sequence[str]) -> None:
+    expected = tuple(placement)
+    starts = [
+        start for start in range(len(command)) if command[start : start + len(expected)] == expected
+    ]
+    if not starts:
+        raise LinkcppError(
+            f"The template {LLAMA_SERVER_TEMPLATE} does not pass the plan's placement on whole.",
+            hint="Insert every element of `placement` as a line of its own, in order.",
+        )
+    rest = command[: starts[0]] + command[starts[0] + len(expected) :]
+    foreign = next((word for word in rest if _PLACEMENT_OPTION.fullmatch(word)), None)
+    if foreign:
+        raise LinkcppError(
+            f"The template {LLAMA_SERVER_TEMPLATE} sets {foreign}, which the plan decides.",
+            hint="Remove it from the template and make another plan: `linkcpp plan --help`.",
+        )
+
+
+def systemd_unit(
+    *,
+    name: str,
+    command: Sequence[str],
+    environment: dict[str, str],
+    own_templates: str | None = None,
+) -> str:
+    """Return a systemd unit that runs ``command`` for the deployment ``name``."""
+    values = {
+        "deployment": {"name": name},
+        "command": " ".join(_systemd_quoted(word) for word in command),
+        "environment": [_systemd_quoted(f"{key}={value}") for key, value in environment.items()],
+    }
+    return render(SYSTEMD_TEMPLATE, values, own_templates=own_templates)
+
+
+def _systemd_quoted(word: str) -> str:
+    """Quote a word for a unit file (systemd.syntax(7)), specifiers and variables literal."""
+    literal = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return literal if re.fullmatch(r"[\w@%+=:,./-]+", literal) else f'"{literal}"'

@@ -1,0 +1,154 @@
+from dataclasses import replace
+from itertools import pairwise
+
+from linkcpp.cluster.records import NodeId
+from linkcpp.launch.decisions import (
+    RESTART_LIMIT,
+    RESTART_WINDOW_SECONDS,
+    Failure,
+    GiveUp,
+    History,
+    Observed,
+    StartAgain,
+    Step,
+    next_step,
+    recover,
+    unproved_stages,
+)
+from linkcpp.launch.events import first_state
+from linkcpp.launch.records import LaunchRequest, StageState
+from tests.launch.plans import MEGABYTE, layers_plan
+
+A, B = NodeId("a"), NodeId("b")
+PLAN = layers_plan("a", "b")
+ALL_DONE = Observed(
+    model_is_right=True,
+    engine_is_right=True,
+    found_nodes=frozenset({A, B}),
+    served_stages=frozenset({1, 2}),
+    tunnelled_stages=frozenset({1, 2}),
+    engine_runs=True,
+    engine_is_healthy=True,
+    split_is_proved=True,
+    has_answered=True,
+)
+
+
+def _stages(*witnesses: tuple[int, int]) -> list[StageState]:
+    request = LaunchRequest(
+        name="x",
+        plan=PLAN,
+        model_path="/m.gguf",
+        host="127.0.0.1",
+        port=8080,
+        api_key_file=None,
+        templates_folder=None,
+    )
+    stages = first_state(request, now=0).stages
+    held = [(None, None), *witnesses]
+    return [
+        stage.model_copy(update={"held_weight_bytes": agent, "model_buffer_bytes": log})
+        for stage, (agent, log) in zip(stages, held, strict=True)
+    ]
+
+
+def test_nothing_starts_before_model_and_engine_are_checked() -> None:
+    assert next_step(PLAN, Observed()) is Step.CHECK_MODEL
+    assert next_step(PLAN, Observed(model_is_right=True)) is Step.CHECK_ENGINE
+
+
+def test_one_missing_piece_is_done_before_everything_behind_it() -> None:
+    assert next_step(PLAN, ALL_DONE) is Step.SERVE
+    for missing, step in (
+        ({"found_nodes": frozenset({A})}, Step.FIND_NODES),
+        ({"served_stages": frozenset({1})}, Step.START_SERVERS),
+        ({"tunnelled_stages": frozenset({2})}, Step.OPEN_TUNNELS),
+        ({"engine_runs": False}, Step.START_ENGINE),
+        ({"engine_is_healthy": False}, Step.AWAIT_ENGINE),
+        ({"split_is_proved": False}, Step.PROVE_SPLIT),
+        ({"has_answered": False}, Step.ASK),
+    ):
+        assert next_step(PLAN, replace(ALL_DONE, **missing)) is step  # type: ignore[arg-type]
+
+
+def test_a_plan_for_one_machine_needs_no_node() -> None:
+    checked = Observed(model_is_right=True, engine_is_right=True)
+    assert next_step(layers_plan(), checked) is Step.START_ENGINE
+
+
+def test_a_lost_node_is_dropped_and_named() -> None:
+    failure = Failure(1.0, "node b went away", lost_nodes=frozenset({B}))
+    recovery = recover(PLAN, History(), failure)
+    assert isinstance(recovery.action, StartAgain)
+    assert recovery.action.needs_new_plan
+    assert recovery.action.sentence == "node b went away; starting again without node b"
+    assert recovery.history.excluded == {B}
+
+
+def test_a_crash_of_llama_server_alone_keeps_the_plan() -> None:
+    recovery = recover(PLAN, History(), Failure(1.0, "llama-server stopped"))
+    assert isinstance(recovery.action, StartAgain)
+    assert not recovery.action.needs_new_plan
+
+
+def test_a_link_may_break_once_but_not_twice() -> None:
+    broken = Failure(1.0, "the link to node a broke", broken_links=frozenset({A}))
+    first = recover(PLAN, History(), broken)
+    assert isinstance(first.action, StartAgain)
+    assert not first.action.needs_new_plan
+    second = recover(PLAN, first.history, replace(broken, at_seconds=60.0))
+    assert isinstance(second.action, StartAgain)
+    assert second.action.needs_new_plan
+    assert second.history.excluded == {A}
+
+
+def test_restarts_are_bounded_and_slow_down() -> None:
+    history = History()
+    pauses = []
+    for number in range(RESTART_LIMIT):
+        recovery = recover(PLAN, history, Failure(float(number), "llama-server stopped"))
+        assert isinstance(recovery.action, StartAgain)
+        pauses.append(recovery.action.pause_seconds)
+        history = recovery.history
+    assert all(earlier < later for earlier, later in pairwise(pauses))
+    last = recover(PLAN, history, Failure(10.0, "llama-server stopped"))
+    assert isinstance(last.action, GiveUp)
+
+
+def test_failures_of_long_ago_are_forgotten_but_a_dropped_node_stays_dropped() -> None:
+    old = tuple(Failure(0.0, "x", lost_nodes=frozenset({A})) for _ in range(RESTART_LIMIT))
+    later = Failure(RESTART_WINDOW_SECONDS + 1, "llama-server stopped")
+    recovery = recover(PLAN, History(old, frozenset({A})), later)
+    assert isinstance(recovery.action, StartAgain)
+    assert recovery.history.failures == (later,)
+    assert recovery.history.excluded == {A}
+
+
+def test_what_a_restart_cannot_mend_is_not_tried_again() -> None:
+    failure = Failure(1.0, "the model file changed", hint="make a new plan", is_final=True)
+    recovery = recover(PLAN, History(), failure)
+    assert recovery.action == GiveUp("the model file changed", "make a new plan")
+
+
+def test_planned_bytes_on_every_node_are_a_proof() -> None:
+    held = 50 * MEGABYTE
+    assert unproved_stages(PLAN, _stages((held, held), (held, held + 5000))) == []
+
+
+def test_a_silent_fall_back_to_the_coordinator_names_the_node() -> None:
+    held = 50 * MEGABYTE
+    assert unproved_stages(PLAN, _stages((held, held), (0, 0))) == [
+        "node b holds 0 B on CPU instead of 50.0 MB"
+    ]
+
+
+def test_an_agent_that_disagrees_with_the_log_is_no_proof() -> None:
+    held = 50 * MEGABYTE
+    problems = unproved_stages(PLAN, _stages((held - 10 * MEGABYTE, held), (held, held)))
+    assert problems == ["node a holds 40.0 MB on CPU instead of 50.0 MB"]
+
+
+def test_a_node_that_holds_more_than_planned_is_told() -> None:
+    held = 50 * MEGABYTE
+    problems = unproved_stages(PLAN, _stages((held, held), (2 * held, 2 * held)))
+    assert problems == ["node b holds 100 MB on CPU instead of 50.0 MB"]

@@ -1,0 +1,160 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.launch.enginelog import Buffer, BufferKind
+from linkcpp.launch.events import (
+    Logged,
+    NodeFound,
+    PhaseEntered,
+    PlanAdopted,
+    TunnelOpened,
+    api_url,
+    apply,
+    first_state,
+)
+from linkcpp.launch.folder import (
+    deployment_folder,
+    existing_deployment,
+    identity_of,
+    is_alive,
+    name_from_model,
+)
+from linkcpp.launch.records import DeploymentState, LaunchRequest, Phase
+from tests.launch.plans import layers_plan
+
+
+def _request(name: str = "smol") -> LaunchRequest:
+    return LaunchRequest(
+        name=name,
+        plan=layers_plan("a", "b"),
+        model_path="/m.gguf",
+        host="127.0.0.1",
+        port=8080,
+        api_key_file=None,
+        templates_folder=None,
+    )
+
+
+def _state(name: str = "smol") -> DeploymentState:
+    return first_state(_request(name), now=100.0)
+
+
+def test_a_name_is_made_from_the_models() -> None:
+    assert name_from_model("SmolLM2 135M Instruct (Q4_1)") == "smollm2-135m-instruct-q4_1"
+    assert name_from_model("../../etc") == "etc"
+    assert name_from_model("模型") == "model"
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "A", ".hidden", "x" * 64, "-f"])
+def test_a_name_that_could_be_a_path_or_an_option_is_refused(name: str) -> None:
+    with pytest.raises(LinkcppError, match="is not a name"):
+        deployment_folder(name)
+
+
+def test_request_plan_and_state_load_back_equal() -> None:
+    folder = deployment_folder("smol")
+    request, state = _request(), _state()
+    folder.write_request(request)
+    folder.write_plan(request.plan)
+    folder.write_state(state)
+    assert folder.read_request() == request
+    assert folder.read_plan() == request.plan
+    assert folder.read_state() == state
+
+
+def test_the_only_deployment_needs_no_name_and_several_do() -> None:
+    with pytest.raises(LinkcppError, match="There is no deployment"):
+        existing_deployment(None)
+    deployment_folder("one").write_state(_state("one"))
+    assert existing_deployment(None).name == "one"
+    deployment_folder("two").write_state(_state("two"))
+    with pytest.raises(LinkcppError, match="There are several deployments"):
+        existing_deployment(None)
+    with pytest.raises(LinkcppError, match="There is no deployment 'three'"):
+        existing_deployment("three")
+
+
+def test_a_state_of_another_version_is_refused_by_name() -> None:
+    folder = deployment_folder("smol")
+    folder.path.mkdir(parents=True)
+    folder.state_file.write_text('{"schema_version": 99}')
+    with pytest.raises(LinkcppError, match="another version of linkcpp"):
+        folder.read_state()
+
+
+def test_a_second_supervisor_is_refused_while_one_lives() -> None:
+    folder = deployment_folder("smol")
+    with folder.lock():
+        assert folder.has_supervisor()
+        with pytest.raises(LinkcppError, match="already runs"), folder.lock():
+            pass
+    assert not folder.has_supervisor()
+
+
+def test_the_lock_goes_with_a_killed_supervisor() -> None:
+    folder = deployment_folder("smol")
+    code = (
+        "import sys, time\n"
+        "from linkcpp.launch.folder import deployment_folder\n"
+        "with deployment_folder('smol').lock():\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        assert folder.has_supervisor()
+        process.kill()
+    assert not folder.has_supervisor()
+
+
+def test_a_reused_process_number_is_not_taken_for_the_process() -> None:
+    mine = identity_of(os.getpid())
+    assert mine is not None
+    assert is_alive(mine)
+    assert not is_alive(mine.model_copy(update={"started_at": mine.started_at - 500}))
+
+
+def test_an_unwritable_folder_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LINKCPP_HOME", str(tmp_path / "file"))
+    with pytest.raises(LinkcppError, match="Cannot"), deployment_folder("smol").lock():
+        pass
+
+
+def test_a_buffer_is_counted_for_the_stage_whose_endpoint_it_names() -> None:
+    state = apply(_state(), TunnelOpened(2, "127.0.0.1:4002"), now=101.0)
+    buffer = Buffer("RPC0", "127.0.0.1:4002", BufferKind.KV, 500)
+    state = apply(state, Logged(buffer), now=102.0)
+    state = apply(state, Logged(buffer), now=103.0)
+    assert [stage.kv_buffer_bytes for stage in state.stages] == [None, None, 1000]
+    assert state.updated_at == 103.0
+
+
+def test_a_found_node_is_told_in_all_its_stages_and_a_new_plan_forgets_it() -> None:
+    state = apply(_state(), NodeFound("b", "http://b:1", 0.5), now=1.0)
+    assert [stage.url for stage in state.stages] == [None, None, "http://b:1"]
+    state = apply(state, PlanAdopted(layers_plan("b"), ("node a",)), now=2.0)
+    assert [stage.url for stage in state.stages] == [None, None]
+    assert state.excluded_nodes == ("node a",)
+
+
+def test_being_ready_has_a_time_and_leaving_it_has_none() -> None:
+    state = apply(_state(), PhaseEntered(Phase.READY), now=5.0)
+    assert state.ready_at == 5.0
+    state = apply(state, PhaseEntered(Phase.RECOVERING, "node b went away"), now=6.0)
+    assert state.ready_at is None
+    assert state.notices[-1].text == "node b went away"
+
+
+def test_the_api_of_a_wildcard_address_is_reached_by_loopback() -> None:
+    assert api_url("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert api_url("::", 80) == "http://[::1]:80"
+    assert api_url("10.0.0.7", 80) == "http://10.0.0.7:80"

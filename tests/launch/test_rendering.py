@@ -1,0 +1,101 @@
+from pathlib import Path
+
+import pytest
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.launch.rendering import llama_server_command, systemd_unit, templates_folder
+
+PLACEMENT = ("-ngl", "20", "--rpc", "127.0.0.1:4001", "--device", "RPC0", "-c", "4096")
+
+
+def _command(templates: Path | None = None, **changes: str) -> tuple[str, ...]:
+    values: dict[str, str | None] = {"host": "127.0.0.1", "api_key_file": None, **changes}
+    return llama_server_command(
+        program="/engines/llama server",
+        model_path=values.get("model_path") or "/models/a model.gguf",
+        model_name="smol",
+        placement=PLACEMENT,
+        host=str(values["host"]),
+        port=8080,
+        api_key_file=values["api_key_file"],
+        own_templates=str(templates) if templates else None,
+    )
+
+
+def _own(folder: Path, text: str) -> Path:
+    (folder / "llama-server.args.j2").write_text(text)
+    return folder
+
+
+def test_a_path_with_spaces_stays_one_argument() -> None:
+    command = _command()
+    assert command[:3] == ("/engines/llama server", "--model", "/models/a model.gguf")
+
+
+def test_the_plans_arguments_are_passed_on_whole_and_comments_are_not() -> None:
+    command = _command()
+    start = command.index("-ngl")
+    assert command[start : start + len(PLACEMENT)] == PLACEMENT
+    assert not any(word.startswith("#") for word in command)
+
+
+def test_a_key_is_passed_by_file_only() -> None:
+    assert "--api-key-file" not in _command()
+    command = _command(host="0.0.0.0", api_key_file="/state/api-key")
+    assert command[command.index("--api-key-file") + 1] == "/state/api-key"
+    assert "--api-key" not in command
+
+
+def test_an_own_template_may_add_what_is_not_placement(tmp_path: Path) -> None:
+    own = _own(
+        tmp_path,
+        "{{ engine.program }}\n--no-ui\n{% for word in placement %}\n{{ word }}\n{% endfor %}\n",
+    )
+    assert _command(own) == ("/engines/llama server", "--no-ui", *PLACEMENT)
+
+
+@pytest.mark.parametrize("option", ["--n-gpu-layers\n99", "-ot\nx=CPU", "--fit=on", "--cpu-moe"])
+def test_an_own_template_may_not_move_what_the_plan_placed(tmp_path: Path, option: str) -> None:
+    text = "{{ engine.program }}\n{% for word in placement %}\n{{ word }}\n{% endfor %}\n" + option
+    with pytest.raises(LinkcppError, match="which the plan decides"):
+        _command(_own(tmp_path, text))
+
+
+def test_an_own_template_may_not_leave_placement_out(tmp_path: Path) -> None:
+    with pytest.raises(LinkcppError, match="does not pass the plan's placement on whole"):
+        _command(_own(tmp_path, "{{ engine.program }}\n"))
+
+
+def test_a_value_that_does_not_exist_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(LinkcppError, match="'thread_count' is undefined"):
+        _command(_own(tmp_path, "{{ thread_count }}\n"))
+
+
+def test_a_template_that_is_not_jinja_is_refused_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(LinkcppError, match=r"llama-server\.args\.j2, line 2"):
+        _command(_own(tmp_path, "x\n{% for %}\n"))
+
+
+def test_a_line_break_in_a_path_is_refused() -> None:
+    with pytest.raises(LinkcppError, match="line break"):
+        _command(model_path="/models/a\n--rpc\nevil:1.gguf")
+
+
+def test_the_templates_folder_is_taken_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert templates_folder(None) is None
+    monkeypatch.setenv("LINKCPP_TEMPLATES", str(tmp_path))
+    assert templates_folder(None) == tmp_path
+    with pytest.raises(LinkcppError, match="does not exist"):
+        templates_folder(str(tmp_path / "nowhere"))
+
+
+def test_a_systemd_unit_quotes_what_systemd_would_expand() -> None:
+    unit = systemd_unit(
+        name="smol",
+        command=("/usr/bin/linkcpp", "launch", "/plans/100% mine/$p.json", "--foreground"),
+        environment={"LINKCPP_HOME": "/home/a b"},
+    )
+    assert 'ExecStart=/usr/bin/linkcpp launch "/plans/100%% mine/$$p.json" --foreground' in unit
+    assert 'Environment="LINKCPP_HOME=/home/a b"' in unit
