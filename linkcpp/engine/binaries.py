@@ -26,7 +26,7 @@ ENGINE_PACKAGES = (
 _SERVER_NAME = "llama-server"
 _RPC_NAMES = ("ggml-rpc-server", "rpc-server", "llama-rpc-server")
 # Below an unpacked archive, a source tree, a ``pip install --target`` folder or a prefix.
-_SUBFOLDERS = ("", "bin", "build/bin", "libexec", "*/bin", "llama-b*", "llama-b*/build/bin")
+_SUBFOLDERS = ("", "bin", "build/bin", "libexec", "*", "*/bin", "*/build/bin")
 _SYSTEM_LIBRARY_FOLDERS = {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib"}
 
 
