@@ -49,13 +49,9 @@ def too_old(reason: str) -> EngineProblem:
     return _problem(ProblemCode.TOO_OLD, reason, _INSTALL)
 
 
-def unknown_protocol(version: str, known: str) -> EngineProblem:
-    """Tell that the build speaks a ggml-RPC protocol that linkcpp does not read."""
-    return _problem(
-        ProblemCode.UNKNOWN_PROTOCOL,
-        f"This build speaks ggml-RPC {version}; linkcpp knows {known}.",
-        _INSTALL,
-    )
+def unknown_protocol(reason: str) -> EngineProblem:
+    """Tell that the build speaks a ggml-RPC that linkcpp does not; ``reason`` is a sentence."""
+    return _problem(ProblemCode.UNKNOWN_PROTOCOL, reason, _INSTALL)
 
 
 def timed_out(program: str, doing: str, seconds: float) -> EngineProblem:
