@@ -1,7 +1,6 @@
 """The client of a node agent's HTTP API, for coordinators and tools."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -14,7 +13,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from linkcpp.cluster.config import node_url
-from linkcpp.cluster.records import Link, NodeRecord
+from linkcpp.cluster.probe import measure_link
+from linkcpp.cluster.records import Health, Link, NodeRecord
 from linkcpp.cluster.text import printable
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
 from linkcpp.common.errors import LinkcppError
@@ -22,8 +22,8 @@ from linkcpp.common.records import Record
 from linkcpp.node.link import tune_transport
 from linkcpp.node.records import (
     BRIDGE_MAX_MESSAGE_BYTES,
+    EchoAnswer,
     ErrorBody,
-    Health,
     ServerId,
     ServerList,
     ServerRecord,
@@ -35,7 +35,6 @@ PING_TIMEOUT_SECONDS = 30.0
 
 _LONGEST_ANSWER_BYTES = 16 * 2**20
 _WRITE_LIMIT_BYTES = 512 * 1024
-_RTT_PROBES = 5
 _HINT_REACH = "See that `linkcpp node` runs there and that no firewall blocks its port."
 _HINT_TOKEN = (
     "Give both machines one token: `linkcpp token --show | ssh OTHER linkcpp token set`, "  # noqa: S105
@@ -81,7 +80,10 @@ class NodeClient:
         self._trusting = asyncio.Lock()
         # Neither proxies nor credentials from the environment: the token is for this host alone.
         self._http = httpx.AsyncClient(
-            timeout=timeout_seconds, trust_env=False, follow_redirects=False
+            timeout=timeout_seconds,
+            trust_env=False,
+            follow_redirects=False,
+            headers={"Accept-Encoding": "identity"},
         )
 
     async def __aenter__(self) -> Self:
@@ -180,19 +182,18 @@ class NodeClient:
         answer = await self._call("GET", f"/v1/servers/{server_id}/logs?tail={int(tail)}")
         return answer.decode(errors="replace")
 
-    async def measure_link(self, *, size_bytes: int = 4 * 2**20) -> Link:
-        """Measure the round trip (best of five empty echoes) and the throughput to the node."""
-        times = []
-        await self._call("POST", "/v1/echo", b"")
-        for _ in range(_RTT_PROBES):
-            begin = time.perf_counter()
-            await self._call("POST", "/v1/echo", b"")
-            times.append(time.perf_counter() - begin)
-        rtt = min(times)
-        begin = time.perf_counter()
-        await self._call("POST", "/v1/echo", bytes(size_bytes), timeout_seconds=60.0)
-        took = max(time.perf_counter() - begin - rtt, 1e-6)
-        return Link(rtt_ms=rtt * 1000, bytes_per_second=size_bytes / took)
+    async def measure_link(self) -> Link:
+        """Measure the round trip and the throughput to the node."""
+        await self._ensure_trusted()
+        link = await measure_link(self._http, self._base, self._token)
+        if link is None:
+            raise self._unreachable(TimeoutError())
+        return link
+
+    async def echo(self, content: bytes) -> int:
+        """Send bytes that the node counts and drops; return how many it took."""
+        answer = await self._call("POST", "/v1/echo", content, timeout_seconds=60.0)
+        return self._parse(EchoAnswer, answer).received_bytes
 
     async def open_bridge(self, server_id: ServerId) -> ClientConnection:
         """Open the WebSocket to the rpc-server; ``linkcpp.node.tunnel`` speaks its protocol.

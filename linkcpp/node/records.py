@@ -2,7 +2,7 @@
 
 | call | body | answer |
 | --- | --- | --- |
-| ``GET /v1/health?challenge=C`` | | ``Health`` (the only call without a token) |
+| ``GET /v1/health?challenge=C`` | | ``linkcpp.cluster.records.Health`` (no token) |
 | ``GET /v1/node`` | | ``linkcpp.cluster.records.NodeRecord`` |
 | ``POST /v1/servers`` | ``ServerRequest`` | 201 ``ServerRecord`` |
 | ``GET /v1/servers`` | | ``ServerList`` |
@@ -10,7 +10,8 @@
 | ``POST /v1/servers/{id}/renew`` | | ``ServerRecord`` (the lease starts again) |
 | ``DELETE /v1/servers/{id}`` | | 204, also when it is already gone |
 | ``GET /v1/servers/{id}/logs?tail=N`` | | text |
-| ``POST /v1/echo`` | bytes | the number of bytes taken, for measuring the link |
+| ``POST /v1/echo`` | bytes | ``EchoAnswer``, for measuring the link |
+| ``GET /v1/openapi.json`` | | the OpenAPI description of all this |
 | ``GET /v1/servers/{id}/bridge`` | WebSocket | see ``docs/wire.md`` |
 
 Authentication: ``Authorization: Bearer <cluster token>``. Errors: ``ErrorBody`` with a 4xx status.
@@ -37,6 +38,8 @@ be at most ``BRIDGE_WINDOW_BYTES`` ahead of it. ``docs/wire.md`` has the rules a
 from enum import IntEnum, StrEnum
 from typing import NewType
 
+from pydantic import Field
+
 from linkcpp.common.records import Record, WireRecord
 
 ServerId = NewType("ServerId", str)
@@ -60,20 +63,6 @@ class BridgeCloseCode(IntEnum):
     SERVER_STOPPED = 4410
 
 
-class Health(WireRecord):
-    """Proof of life; tells nothing that mDNS does not tell.
-
-    ``proof`` and ``address`` answer a ``challenge`` and are ``None`` without one.
-    """
-
-    service: str = "linkcpp-node"
-    agent_version: str
-    node_id: str
-    name: str
-    address: str | None = None
-    proof: str | None = None
-
-
 class ServerRequest(Record):
     """Ask a node to run a stock rpc-server for a deployment.
 
@@ -82,11 +71,11 @@ class ServerRequest(Record):
     The server ends when ``lease_seconds`` pass without a renewal and without a bridge.
     """
 
-    deployment: str
-    device: str
-    memory_bytes: int
-    threads: int | None = None
-    lease_seconds: float = 20.0
+    deployment: str = Field(min_length=1, max_length=128)
+    device: str = Field(min_length=1, max_length=64)
+    memory_bytes: int = Field(gt=0, le=2**50)
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    lease_seconds: float = Field(default=20.0, gt=0, le=3600, allow_inf_nan=False)
 
 
 class ServerState(StrEnum):
@@ -120,6 +109,12 @@ class ServerList(WireRecord):
     """All rpc-servers of a node."""
 
     servers: tuple[ServerRecord, ...]
+
+
+class EchoAnswer(WireRecord):
+    """How many bytes an echo took in."""
+
+    received_bytes: int
 
 
 class ErrorBody(WireRecord):
