@@ -38,10 +38,16 @@ class TensorRecord(Record):
 
 
 class LayerKind(StrEnum):
-    """How a layer keeps its past."""
+    """How a layer keeps its past.
+
+    A next-token block predicts further tokens for speculative decoding. llama.cpp counts it as a
+    layer for ``-ngl`` and ``--tensor-split``, does not run it unless asked, and gives it no cache;
+    build 10068 still loads its weights, newer builds skip them.
+    """
 
     ATTENTION = "attention"
     RECURRENT = "recurrent"
+    STATELESS = "stateless"
     NEXT_TOKEN = "next_token"  # noqa: S105 - a multi-token-prediction block, not a credential
 
 
@@ -51,6 +57,8 @@ class LayerRecord(Record):
     ``key_width`` and ``value_width`` are elements per token in the KV cache (0 where the layer
     keeps none); ``window_tokens`` is the sliding attention window, ``None`` for full attention.
     ``recurrent_state_bytes`` is what one sequence keeps whatever its length (f32 in llama.cpp).
+    ``expert_bytes`` is what one expert has in this layer, all its tensors together.
+    ``padding_bytes`` is what llama.cpp adds so that each tensor starts at a multiple of 32 bytes.
     """
 
     index: int
@@ -62,10 +70,11 @@ class LayerRecord(Record):
     value_width: int
     window_tokens: int | None
     recurrent_state_bytes: int
+    padding_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
-        """All weights of the layer."""
+        """All weights of the layer, without padding."""
         return sum(self.role_bytes.values())
 
 
@@ -90,18 +99,35 @@ class ModelInventory(Record):
     ``digest`` is a SHA-256 over the header (tensor names, types, shapes, offsets and the key-value
     pairs), so it identifies a model without reading its weights; ``None`` for a preset.
     ``layers`` has every block of the file, next-token blocks included.
-    ``output_bytes`` counts what the output stage holds (a tied embedding is loaded a second time).
+
+    Weights outside the blocks, by where llama.cpp puts them:
+
+    - ``embedding_bytes``: the input side, on the coordinator's CPU whatever ``-ngl`` says;
+    - ``output_bytes``: the output side (head and norm), on the device of the output. It
+      includes ``tied_bytes``: a tied embedding, which llama.cpp loads a second time there, but
+      shares where the output stays on the coordinator's CPU;
+    - ``other_bytes``: small tables (rotary factors) that every device with a layer gets a copy of.
+
+    ``notes`` are sentences on what is unusual, estimates among them.
     """
 
     name: str
     source: str
     digest: str | None
     file_bytes: int
+    part_count: int = 1
     shape: ModelShape
     layers: tuple[LayerRecord, ...]
     embedding_bytes: int
     output_bytes: int
     output_is_tied: bool
     other_bytes: int
+    tied_bytes: int = 0
     type_bytes: dict[str, int]
+    notes: tuple[str, ...] = ()
     tensors: tuple[TensorRecord, ...] = ()
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights of the model, each counted once."""
+        return sum(self.type_bytes.values())

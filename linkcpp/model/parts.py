@@ -1,0 +1,183 @@
+"""All files of a model: one file, or the parts of a split one, local or behind HTTP."""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.model.header import Header, TensorInfo, Value, read_header
+from linkcpp.model.source import ByteSource, FileSource
+from linkcpp.model.web_source import WebSource, new_client
+
+# llama-gguf-split writes, and llama.cpp insists on, exactly this form.
+_PART_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+MAXIMUM_PARTS = 1000
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The opened files of one model, in order, with their headers.
+
+    Weights can be read through ``sources[part]`` by the offsets of the headers. Use it in a
+    ``with`` block: it holds the files or connections open.
+    """
+
+    location: str
+    sources: tuple[ByteSource, ...]
+    headers: tuple[Header, ...]
+    closer: contextlib.ExitStack
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.closer.close()
+
+    @property
+    def metadata(self) -> dict[str, Value]:
+        """The key-value pairs of the first file, which has all of them."""
+        return self.headers[0].metadata
+
+    @property
+    def tensors(self) -> tuple[tuple[int, TensorInfo], ...]:
+        """Every tensor with the number of the file that has it."""
+        return tuple(
+            (part, tensor) for part, header in enumerate(self.headers) for tensor in header.tensors
+        )
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of all files together."""
+        return sum(source.size_bytes for source in self.sources)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the headers of all files, in hex: identifies the model without weights."""
+        total = hashlib.sha256()
+        for header in self.headers:
+            total.update(header.digest)
+        return total.hexdigest()
+
+
+def is_url(text: str) -> bool:
+    """Whether a model is named by an address on the web."""
+    return text.lower().startswith(("http://", "https://"))
+
+
+def open_model(location: str | Path) -> ModelFiles:
+    """Open a model named by the path or URL of its file, or of any one part of a split model.
+
+    Reads headers only. Raises:
+        LinkcppError: a file is missing, unsound or cut off, or the parts do not belong together.
+    """
+    text = str(location)
+    with contextlib.ExitStack() as stack:
+        opener, directory, name, tail = _addressing(text, stack)
+        names = _part_names(name)
+        sources: list[ByteSource] = []
+        for part_name in names:
+            source = _open_part(opener, directory + part_name + tail, part_name != name, names)
+            stack.callback(source.close)
+            sources.append(source)
+        headers = tuple(read_header(source) for source in sources)
+        _check_parts(sources, headers)
+        return ModelFiles(text, tuple(sources), headers, stack.pop_all())
+
+
+Opener = Callable[[str], ByteSource]
+
+
+def _addressing(text: str, stack: contextlib.ExitStack) -> tuple[Opener, str, str, str]:
+    """How to open a file, and the text before its name, its name, and the text after it."""
+    if is_url(text):
+        address, mark, query = text.partition("?")
+        directory, slash, name = address.rpartition("/")
+        client: httpx.Client = stack.enter_context(new_client())
+        return lambda url: WebSource(url, client=client), directory + slash, name, mark + query
+    path = Path(text).expanduser()
+    directory = str(path.parent) + "/"
+    return lambda file: FileSource(Path(file)), directory, path.name, ""
+
+
+def _part_names(name: str) -> list[str]:
+    match = _PART_NAME.fullmatch(name)
+    if match is None:
+        return [name]
+    number, count = int(match["number"]), int(match["count"])
+    if not 1 <= number <= count or count > MAXIMUM_PARTS:
+        raise LinkcppError(
+            f"{name} names part {number} of {count}, which cannot be.",
+            hint="Give the file the name that it had when it was published.",
+        )
+    return [f"{match['prefix']}-{part:05d}-of-{count:05d}.gguf" for part in range(1, count + 1)]
+
+
+def _open_part(opener: Opener, address: str, is_other: bool, names: list[str]) -> ByteSource:
+    try:
+        return opener(address)
+    except LinkcppError as error:
+        if not is_other:
+            raise
+        raise LinkcppError(
+            f"The model has {len(names)} parts, and one cannot be opened: {error.message}",
+            hint="Download the missing part into the same folder; all parts are needed.",
+        ) from error
+
+
+def _check_parts(sources: list[ByteSource], headers: tuple[Header, ...]) -> None:
+    """Hold the parts to what llama-gguf-split wrote into each of them."""
+    count = len(headers)
+    seen: set[str] = set()
+    for index, (source, header) in enumerate(zip(sources, headers, strict=True)):
+        promised = header.metadata.get("split.count", 1)
+        # One file may carry split.count 0 or 1; only a true part has more.
+        if promised != count and not (count == 1 and promised == 0):
+            _refuse_parts(
+                source,
+                f"by its header it is one of {promised} parts, by its name one of {count}",
+                "Give all parts the names that they had when they were published.",
+            )
+        if count > 1 and header.metadata.get("split.no") != index:
+            _refuse_parts(
+                source,
+                f"by its name it is part {index + 1}, by its header part "
+                f"{_one_more(header.metadata.get('split.no'))}",
+                "Give all parts the names that they had when they were published.",
+            )
+        if doubles := seen.intersection(tensor.name for tensor in header.tensors):
+            _refuse_parts(source, f"tensor {min(doubles)} is also in an earlier part")
+        seen.update(tensor.name for tensor in header.tensors)
+        _check_same(source, headers[0], header)
+    total = headers[0].metadata.get("split.tensors.count")
+    if count > 1 and isinstance(total, int) and total != len(seen):
+        _refuse_parts(sources[0], f"it promises {total} tensors, but all parts have {len(seen)}")
+
+
+def _check_same(source: ByteSource, first: Header, header: Header) -> None:
+    for key in ("general.architecture", "split.tensors.count"):
+        value = header.metadata.get(key)
+        if value is not None and value != first.metadata.get(key):
+            _refuse_parts(source, f"it disagrees with part 1 on {key}")
+
+
+def _one_more(number: Value) -> str:
+    return str(number + 1) if isinstance(number, int) else "unknown"
+
+
+def _refuse_parts(source: ByteSource, why: str, hint: str | None = None) -> None:
+    raise LinkcppError(
+        f"{source.name} does not belong to its neighbours: {why}.",
+        hint=hint or "Download all parts of the model again, from one place.",
+    )

@@ -1,0 +1,147 @@
+"""Where a model's bytes come from: a local file or a web server, read in ranges.
+
+A source serves ranges and counts what it served, so a header costs only the header, and a slice of
+an expert costs only that expert, whether the file lies on this disk or behind HTTP.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from linkcpp.common.errors import LinkcppError
+
+
+class ByteSource(Protocol):
+    """Bytes that can be read in ranges.
+
+    ``name`` is for people (no secrets). ``size_bytes`` is the whole length. ``bytes_read`` counts
+    what ``read`` returned so far.
+    """
+
+    name: str
+    size_bytes: int
+    bytes_read: int
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Exactly ``length_bytes`` from ``offset_bytes`` on.
+
+        Raises:
+            LinkcppError: the source ends before that, or cannot be read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back the file or connection; may be called twice."""
+        ...
+
+
+class FileSource:
+    """A regular local file."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self.bytes_read = 0
+        self._descriptor = _open_regular_file(path)
+        self.size_bytes = os.fstat(self._descriptor).st_size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Exactly ``length_bytes`` from ``offset_bytes`` on; see ``ByteSource.read``."""
+        check_range(self, offset_bytes, length_bytes)
+        pieces = []
+        left = length_bytes
+        while left:
+            try:
+                piece = os.pread(self._descriptor, left, offset_bytes + length_bytes - left)
+            except OSError as error:
+                raise LinkcppError(
+                    f"Cannot read {self.name}: {error.strerror}.",
+                    hint="Check the disk, or copy the file again.",
+                ) from error
+            if not piece:
+                raise LinkcppError(
+                    f"{self.name} became shorter while it was read.",
+                    hint="Wait until it is wholly written, then try again.",
+                )
+            pieces.append(piece)
+            left -= len(piece)
+            self.bytes_read += len(piece)
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def check_range(source: ByteSource, offset_bytes: int, length_bytes: int) -> None:
+    """Refuse a range that does not lie wholly inside the source.
+
+    Raises:
+        LinkcppError: it does not.
+    """
+    if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > source.size_bytes:
+        raise LinkcppError(
+            f"{source.name} is truncated: bytes {offset_bytes} to {offset_bytes + length_bytes} "
+            f"are wanted, but it has {source.size_bytes}.",
+            hint="Download or copy it again.",
+        )
+
+
+def _open_regular_file(path: Path) -> int:
+    try:
+        # Asked before opening: opening a pipe would wait for its writer.
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise LinkcppError(f"{path} is a folder, not a model file.", hint=_folder_hint(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise LinkcppError(
+                f"{path} is not a regular file.", hint="Give the path of a GGUF file."
+            )
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise _open_error(path, error) from error
+    if status.st_size == 0:
+        os.close(descriptor)
+        raise LinkcppError(f"{path} is empty.", hint="Download or copy the model again.")
+    return descriptor
+
+
+def _open_error(path: Path, error: OSError) -> LinkcppError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return LinkcppError(
+            f"There is no file {path}.",
+            hint="Check the path; `ls` its folder to see what is there.",
+        )
+    if isinstance(error, PermissionError):
+        return LinkcppError(
+            f"{path} may not be read by this user.",
+            hint=f"Give yourself the right to read it: chmod u+r {path}",
+        )
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return LinkcppError(f"{path} is no usable path: {error.strerror}.")
+    return LinkcppError(f"Cannot open {path}: {error.strerror}.")
+
+
+def _folder_hint(folder: Path) -> str:
+    try:
+        models = sorted(entry.name for entry in folder.glob("*.gguf"))[:3]
+    except OSError:
+        models = []
+    if models:
+        return f"Name the file in it, for instance {folder / models[0]}"
+    return "Give the path of a GGUF file; there is none directly in this folder."

@@ -1,0 +1,169 @@
+"""A model behind HTTP: only the ranges that are asked for cross the network."""
+
+import os
+import re
+import time
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.model.source import check_range
+
+TOKEN_VARIABLE = "LINKCPP_MODEL_TOKEN"  # noqa: S105 - the name of a variable, not a token
+HUGGING_FACE_HOST = "huggingface.co"
+MAXIMUM_REDIRECTS = 5
+TIMEOUT = httpx.Timeout(30.0, connect=10.0)
+# A server that drips bytes keeps resetting the read timeout; this is the pace it must hold.
+PATIENCE_SECONDS = 60.0
+SLOWEST_BYTES_PER_SECOND = 50_000
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+class WebSource:
+    """A file on a web server that honours ``Range`` requests (RFC 9110, section 14).
+
+    A bearer token is taken from ``LINKCPP_MODEL_TOKEN`` (for Hugging Face also ``HF_TOKEN``) and
+    sent over TLS or loopback only, never to another host that a redirect names.
+    """
+
+    def __init__(self, url: str, *, client: httpx.Client | None = None) -> None:
+        self._url = httpx.URL(url)
+        self.name = str(self._url.copy_with(userinfo=b"", query=None, fragment=None))
+        self.bytes_read = 0
+        self._etag: str | None = None
+        self._owns_client = client is None
+        self._client = client or new_client()
+        try:
+            self.size_bytes = self._ask_for_size()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Exactly ``length_bytes`` from ``offset_bytes`` on; see ``ByteSource.read``."""
+        check_range(self, offset_bytes, length_bytes)
+        if length_bytes == 0:
+            return b""
+        data, total = self._fetch(offset_bytes, length_bytes)
+        if total != self.size_bytes:
+            raise self._changed()
+        return data
+
+    def close(self) -> None:
+        """Close the connection, unless the client is somebody else's; may be called twice."""
+        if self._owns_client:
+            self._client.close()
+
+    def _ask_for_size(self) -> int:
+        return self._fetch(0, 1)[1]
+
+    def _fetch(self, offset: int, length: int) -> tuple[bytes, int]:
+        headers = {
+            "Range": f"bytes={offset}-{offset + length - 1}",
+            # A compressed answer would count and cut other bytes than the file's.
+            "Accept-Encoding": "identity",
+            **_authorization(self._url),
+        }
+        deadline = time.monotonic() + PATIENCE_SECONDS + length / SLOWEST_BYTES_PER_SECOND
+        try:
+            with self._client.stream("GET", self._url, headers=headers) as response:
+                total = self._check(response, offset, length)
+                data = bytearray()
+                for piece in response.iter_raw():
+                    data += piece
+                    # A server that sends more than was asked must not fill our memory.
+                    if len(data) > length:
+                        raise self._refused("sent more bytes than were asked for")
+                    if time.monotonic() > deadline:
+                        raise self._refused("sends too slowly")
+        except httpx.TooManyRedirects as error:
+            raise self._refused(f"redirects more than {MAXIMUM_REDIRECTS} times") from error
+        except (httpx.RequestError, httpx.InvalidURL) as error:
+            raise LinkcppError(
+                f"Cannot read {self.name}: {error or type(error).__name__}.",
+                hint="Check the address and the network; is the server up?",
+            ) from error
+        if len(data) != length:
+            raise self._refused(f"sent {len(data)} bytes where {length} were promised")
+        self.bytes_read += length
+        return bytes(data), total
+
+    def _check(self, response: httpx.Response, offset: int, length: int) -> int:
+        if response.status_code != httpx.codes.PARTIAL_CONTENT:
+            raise self._status_error(response)
+        match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+        if match is None:
+            raise self._refused("does not tell the size of the file in Content-Range")
+        first, last, total = (int(number) for number in match.groups())
+        if (first, last) != (offset, offset + length - 1):
+            raise self._refused("answers with another range than was asked for")
+        etag = response.headers.get("ETag")
+        if self._etag is not None and etag != self._etag:
+            raise self._changed()
+        self._etag = etag
+        return total
+
+    def _status_error(self, response: httpx.Response) -> LinkcppError:
+        status = response.status_code
+        if status == httpx.codes.OK:
+            return LinkcppError(
+                f"The server of {self.name} does not serve ranges (HTTP Range), "
+                "so the header cannot be read without the whole file.",
+                hint="Download the file and give its path, or use a server that serves ranges.",
+            )
+        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            return LinkcppError(
+                f"The server refuses {self.name} without the right token (HTTP {status}).",
+                hint=f"Set {TOKEN_VARIABLE} (or HF_TOKEN for {HUGGING_FACE_HOST}) and "
+                "accept the model's terms on its page.",
+            )
+        if status in (httpx.codes.NOT_FOUND, httpx.codes.GONE):
+            return LinkcppError(
+                f"There is no file at {self.name} (HTTP {status}).",
+                hint="Check the address. On Hugging Face it has /resolve/main/ before the name.",
+            )
+        if status == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return LinkcppError(f"{self.name} is empty.", hint="Check the address.")
+        return LinkcppError(
+            f"The server of {self.name} answers HTTP {status}.", hint="Try again later."
+        )
+
+    def _refused(self, what: str) -> LinkcppError:
+        return LinkcppError(
+            f"The server of {self.name} {what}.", hint="Download the file and give its path."
+        )
+
+    def _changed(self) -> LinkcppError:
+        return LinkcppError(f"{self.name} changed while it was read.", hint="Try again.")
+
+
+def new_client() -> httpx.Client:
+    """A client that keeps connections, follows a few redirects and gives up in time."""
+    return httpx.Client(
+        follow_redirects=True,
+        max_redirects=MAXIMUM_REDIRECTS,
+        timeout=TIMEOUT,
+    )
+
+
+def _authorization(url: httpx.URL) -> dict[str, str]:
+    token = os.environ.get(TOKEN_VARIABLE)
+    if not token and url.host == HUGGING_FACE_HOST:
+        token = os.environ.get("HF_TOKEN")
+    if not token or not (url.scheme == "https" or url.host in _LOOPBACK_HOSTS):
+        return {}
+    return {"Authorization": f"Bearer {token}"}
