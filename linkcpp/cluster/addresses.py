@@ -86,6 +86,14 @@ def reachable_hosts(advertised: list[str], zones: tuple[str, ...]) -> tuple[str,
     return tuple(dict.fromkeys(hosts))[:MOST_ADDRESSES]
 
 
+def host_of(socket_address: tuple[str, int] | tuple[str, int, int, int]) -> str:
+    """Write the host of a socket's address with its zone, so that one can connect to it again."""
+    host = socket_address[0]
+    if len(socket_address) == 4 and socket_address[3] and "%" not in host:
+        return f"{host}%{_zone_name(str(socket_address[3]))}"
+    return host
+
+
 def _zone_name(scope: str) -> str:
     """Name the interface of a numeric zone: names stay valid when they are read by people."""
     try:

@@ -7,7 +7,7 @@ nothing of it is believed before the host at the address has proved itself
 
 import asyncio
 import ipaddress
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any, Self
 
 import zeroconf
@@ -150,7 +150,7 @@ def _cut(text: str, size_bytes: int) -> str:
     return text.encode()[:size_bytes].decode(errors="ignore")
 
 
-async def browse() -> AsyncIterator[Advertised]:
+async def browse() -> AsyncGenerator[Advertised]:
     """Yield each advertised service when it appears and again when it changes; never ends.
 
     Raises:

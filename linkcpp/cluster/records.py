@@ -1,12 +1,32 @@
 """What is known of a node."""
 
 from enum import StrEnum
-from typing import NewType
+from typing import Annotated, NewType
+
+from pydantic import Field
 
 from linkcpp.common.records import Record, WireRecord
 from linkcpp.engine.records import EngineFingerprint, EngineProblem
 
 NodeId = NewType("NodeId", str)
+
+# Records come from other machines: a size that no machine can have is refused, not computed with.
+ByteCount = Annotated[int, Field(ge=0, lt=2**63)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Health(WireRecord):
+    """Proof of life; tells nothing that mDNS does not tell.
+
+    ``proof`` and ``address`` answer a ``challenge`` and are ``None`` without one.
+    """
+
+    service: str = "linkcpp-node"
+    agent_version: str
+    node_id: NodeId
+    name: str
+    address: str | None = None
+    proof: str | None = None
 
 
 class NodeDevice(WireRecord):
@@ -20,10 +40,10 @@ class NodeDevice(WireRecord):
     name: str
     description: str
     is_cpu: bool
-    total_bytes: int
-    free_bytes: int
-    offered_bytes: int
-    read_bytes_per_second: float | None
+    total_bytes: ByteCount
+    free_bytes: ByteCount
+    offered_bytes: ByteCount
+    read_bytes_per_second: Rate | None
 
 
 class NodeRecord(WireRecord):
@@ -33,9 +53,9 @@ class NodeRecord(WireRecord):
     name: str
     agent_version: str
     platform: str
-    core_count: int
-    memory_limit_bytes: int | None
-    devices: tuple[NodeDevice, ...]
+    core_count: Annotated[int, Field(ge=1, le=2**16)]
+    memory_limit_bytes: ByteCount | None
+    devices: Annotated[tuple[NodeDevice, ...], Field(max_length=64)]
     engine: EngineFingerprint | None
     engine_problem: EngineProblem | None
 
@@ -43,17 +63,23 @@ class NodeRecord(WireRecord):
 class Link(WireRecord):
     """A measured link to a node: round trip over HTTP and sustained throughput."""
 
-    rtt_ms: float
-    bytes_per_second: float | None
+    rtt_ms: Rate
+    bytes_per_second: Rate | None
 
 
 class NodeStatus(StrEnum):
-    """What discovery found at an address."""
+    """What discovery found at an address.
+
+    ``UNPROVEN`` passes on a proof that is another host's; ``DUPLICATE_ID`` shares its id with
+    another machine; ``STALE`` is advertised but does not answer as what it is advertised as.
+    """
 
     READY = "ready"
     OTHER_ENGINE = "other_engine"
     ENGINE_PROBLEM = "engine_problem"
     WRONG_TOKEN = "wrong_token"  # noqa: S105 - a status, not a credential
+    UNPROVEN = "unproven"
+    DUPLICATE_ID = "duplicate_id"
     UNREACHABLE = "unreachable"
     STALE = "stale"
     NOT_A_NODE = "not_a_node"
@@ -62,7 +88,8 @@ class NodeStatus(StrEnum):
 class DiscoveredNode(WireRecord):
     """One node as discovery shows it; ``reason`` says in words why it is not ready.
 
-    ``urls`` lists every address that answered as this node, the nearest first.
+    ``urls`` lists every address that answered as this node, the nearest first. The agent of the
+    machine that asks is found like any other, and marked ``is_this_machine``.
     """
 
     name: str
@@ -72,10 +99,14 @@ class DiscoveredNode(WireRecord):
     reason: str | None
     record: NodeRecord | None
     link: Link | None
+    is_this_machine: bool = False
 
 
 class Cluster(Record):
-    """What a plan may use: the coordinator (the machine that runs llama-server) and the nodes."""
+    """What a plan may use: the coordinator (the machine that runs llama-server) and the nodes.
+
+    ``nodes`` has also those that are not ready, with the reason; not the coordinator's own agent.
+    """
 
     coordinator: NodeRecord
     nodes: tuple[DiscoveredNode, ...]

@@ -1,0 +1,280 @@
+"""Find nodes: sources name candidates, every candidate is asked, all at the same time."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
+
+from linkcpp.cluster.candidates import Candidate, Probe
+from linkcpp.cluster.config import Config, load_config, node_url, parse_node_url
+from linkcpp.cluster.findings import describe_nodes
+from linkcpp.cluster.identity import load_identity
+from linkcpp.cluster.mdns import browse
+from linkcpp.cluster.measure import this_machine
+from linkcpp.cluster.probe import (
+    PROBE_SECONDS,
+    http_client,
+    measure_link,
+    no_answer,
+    probe_node,
+)
+from linkcpp.cluster.records import Cluster, DiscoveredNode, NodeRecord
+from linkcpp.cluster.token import load_token
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import Record
+from linkcpp.engine.records import Engine
+
+DISCOVER_SECONDS = 3.0
+
+# A flood of advertisements must neither exhaust sockets nor keep the user waiting.
+_MOST_URLS = 1024
+_MOST_AT_ONCE = 128
+_GRACE_SECONDS = PROBE_SECONDS + 0.5
+_LINKS_SECONDS = 10.0
+
+# A source yields candidates until it has no more, or for ever. mDNS, URLs that a person names, and
+# any later registry have this one form.
+Source = Callable[[], AsyncGenerator[Candidate]]
+OnChange = Callable[[tuple[DiscoveredNode, ...]], None]
+
+
+class Discovery(Record):
+    """What a search found, and what went wrong with the search itself (``notes``).
+
+    ``nodes`` has the coordinator's own agent too, marked ``is_this_machine``.
+    """
+
+    coordinator: NodeRecord
+    nodes: tuple[DiscoveredNode, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def cluster(self) -> Cluster:
+        """What a plan may use."""
+        others = tuple(node for node in self.nodes if not node.is_this_machine)
+        return Cluster(coordinator=self.coordinator, nodes=others)
+
+
+async def find_cluster(
+    engine: Engine | None,
+    *,
+    urls: Collection[str] = (),
+    use_mdns: bool = True,
+    timeout_seconds: float = DISCOVER_SECONDS,
+    on_change: OnChange | None = None,
+) -> Cluster:
+    """Find what a plan or a launch may use; see ``find_nodes``."""
+    found = await find_nodes(
+        engine, urls=urls, use_mdns=use_mdns, timeout_seconds=timeout_seconds, on_change=on_change
+    )
+    return found.cluster
+
+
+async def find_nodes(
+    engine: Engine | None,
+    *,
+    urls: Collection[str] = (),
+    use_mdns: bool = True,
+    timeout_seconds: float = DISCOVER_SECONDS,
+    on_change: OnChange | None = None,
+) -> Discovery:
+    """Find nodes by mDNS, by ``urls`` (as people write them) and by this machine's settings.
+
+    ``engine`` is this machine's, with which those of the nodes are compared.
+
+    Raises:
+        LinkcppError: there is no token, or the settings or a URL cannot be read.
+    """
+    token = load_token()
+    config = load_config()
+    sources = sources_of(config, urls, use_mdns=use_mdns)
+    coordinator = await asyncio.to_thread(
+        this_machine,
+        engine,
+        identity=load_identity(config.name),
+        memory_limit_bytes=config.memory_limit_bytes,
+    )
+    return await discover(
+        token, coordinator, sources, timeout_seconds=timeout_seconds, on_change=on_change
+    )
+
+
+def sources_of(config: Config, urls: Collection[str], *, use_mdns: bool) -> list[Source]:
+    """Choose the sources: what a person names, the settings, and mDNS unless switched off.
+
+    Raises:
+        LinkcppError: a URL is not the address of a node.
+    """
+    sources = [
+        url_source([parse_node_url(url) for url in urls], "--node"),
+        url_source(config.nodes, "config"),
+    ]
+    if use_mdns and config.mdns:
+        sources.append(mdns_source())
+    return sources
+
+
+def url_source(urls: Collection[str], found_by: str) -> Source:
+    """Name the nodes at URLs that a person gave (as ``parse_node_url`` writes them)."""
+
+    async def candidates() -> AsyncGenerator[Candidate]:
+        for url in urls:
+            yield Candidate(url=url, found_by=found_by)
+
+    return candidates
+
+
+def mdns_source() -> Source:
+    """Name what is advertised on the local network; ends only when it is closed."""
+
+    async def candidates() -> AsyncGenerator[Candidate]:
+        async with contextlib.aclosing(browse()) as advertised:
+            async for service in advertised:
+                for host in service.hosts:
+                    yield Candidate(
+                        url=node_url(host, service.port),
+                        found_by="mdns",
+                        instance=service.instance,
+                        node_id=service.node_id,
+                        name=service.name,
+                    )
+
+    return candidates
+
+
+async def discover(
+    token: str,
+    coordinator: NodeRecord,
+    sources: Sequence[Source],
+    *,
+    timeout_seconds: float = DISCOVER_SECONDS,
+    on_change: OnChange | None = None,
+) -> Discovery:
+    """Ask every candidate of every source, and describe the nodes that there are.
+
+    Listens until all sources have ended or ``timeout_seconds`` are over, gives those that were
+    heard of last one probe's time to answer, then measures the links one after the other.
+    ``on_change`` gets what is known after every answer.
+    """
+    search = _Search(token, coordinator, on_change)
+    try:
+        await search.listen(sources, timeout_seconds)
+        await search.finish_probes()
+        await search.measure_links()
+    finally:
+        await search.aclose()
+    return Discovery(coordinator=coordinator, nodes=search.describe(), notes=tuple(search.notes))
+
+
+class _Search:
+    """One search: the addresses heard of, the probes that run, and their outcomes."""
+
+    def __init__(self, token: str, coordinator: NodeRecord, on_change: OnChange | None) -> None:
+        self.notes: list[str] = []
+        self._token = token
+        self._coordinator = coordinator
+        self._on_change = on_change
+        self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
+        # Several sources may name one URL: it is asked once.
+        self._candidates: dict[str, list[Candidate]] = {}
+        self._probes: dict[str, Probe] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._defect: BaseException | None = None
+
+    async def listen(self, sources: Sequence[Source], seconds: float) -> None:
+        """Take candidates from all sources at once and start to ask them."""
+        readers = [self._start(self._read(source)) for source in sources]
+        if readers:
+            _, late = await asyncio.wait(readers, timeout=seconds)
+            await _cancel(late)
+        self._raise_defect()
+
+    async def finish_probes(self) -> None:
+        """Wait for the answers that are still to come, no longer than a probe may take."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_GRACE_SECONDS)
+        for url, candidates in self._candidates.items():
+            if url not in self._probes:
+                self._probes[url] = no_answer(candidates[0], "too many addresses to ask in time")
+        self._raise_defect()
+
+    async def measure_links(self) -> None:
+        """Add the throughput to each node, at its nearest address."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINKS_SECONDS):
+                for url in self._nearest_urls():
+                    probe = self._probes[url]
+                    async with http_client() as http:
+                        link = await measure_link(http, probe.base_url or url, self._token)
+                    if link is not None:
+                        self._probes[url] = probe.model_copy(update={"link": link})
+                        self._tell()
+
+    async def aclose(self) -> None:
+        """End whatever still runs."""
+        await _cancel(self._tasks)
+
+    def describe(self) -> tuple[DiscoveredNode, ...]:
+        """Describe the nodes known now."""
+        probes = [
+            self._probes[url].model_copy(update={"candidate": candidate})
+            for url, candidates in self._candidates.items()
+            if url in self._probes
+            for candidate in candidates
+        ]
+        return describe_nodes(probes, self._coordinator)
+
+    async def _read(self, source: Source) -> None:
+        try:
+            async with contextlib.aclosing(source()) as candidates:
+                async for candidate in candidates:
+                    self._add(candidate)
+        except LinkcppError as error:
+            self.notes.append(str(error))
+
+    def _add(self, candidate: Candidate) -> None:
+        known = self._candidates.get(candidate.url)
+        if known is None:
+            if len(self._candidates) < _MOST_URLS:
+                self._candidates[candidate.url] = [candidate]
+                self._start(self._probe(candidate))
+        elif candidate not in known and len(known) < _MOST_AT_ONCE:
+            known.append(candidate)
+
+    async def _probe(self, candidate: Candidate) -> None:
+        async with self._at_once:
+            self._probes[candidate.url] = await probe_node(candidate, self._token)
+        self._tell()
+
+    def _nearest_urls(self) -> list[str]:
+        nearest: dict[str, tuple[float, str]] = {}
+        for url, probe in self._probes.items():
+            if probe.record is not None and probe.link is not None:
+                rank = (probe.link.rtt_ms, url)
+                node_id = probe.record.node_id
+                nearest[node_id] = min(rank, nearest.get(node_id, rank))
+        return [url for _, url in nearest.values()]
+
+    def _tell(self) -> None:
+        if self._on_change is not None:
+            self._on_change(self.describe())
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self._defect = self._defect or task.exception()
+
+    def _raise_defect(self) -> None:
+        if self._defect is not None:
+            raise self._defect
+
+
+async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
