@@ -8,6 +8,7 @@ import re
 import signal
 from enum import StrEnum
 
+from linkcpp.engine.process_spec import missing_library, signal_name, telling_line
 from linkcpp.engine.records import EngineProblem
 
 _INSTALL = "Run `linkcpp engine install` to get another build."
@@ -52,6 +53,11 @@ def too_old(reason: str) -> EngineProblem:
 def unknown_protocol(reason: str) -> EngineProblem:
     """Tell that the build speaks a ggml-RPC that linkcpp does not; ``reason`` is a sentence."""
     return _problem(ProblemCode.UNKNOWN_PROTOCOL, reason, _INSTALL)
+
+
+def crashed(reason: str) -> EngineProblem:
+    """Tell that the engine does not do its work; ``reason`` is a whole sentence."""
+    return _problem(ProblemCode.CRASHED, reason, _INSTALL)
 
 
 def timed_out(program: str, doing: str, seconds: float) -> EngineProblem:
@@ -103,27 +109,20 @@ def problem_of_exit(program: str, returncode: int, output: str) -> EngineProblem
             "this build needs CPU features that this machine lacks.",
             _BUILD_HERE,
         )
-    last = _last_line(output)
-    said = f": {last}" if last else "."
+    reason = _reason(output)
+    said = f": {reason}." if reason else "."
     if returncode < 0:
         hint = _INSTALL
         if returncode == -signal.SIGKILL:
             hint = "Out of memory, or (on macOS) quarantined: `xattr -d com.apple.quarantine FILE`."
         return _problem(
-            ProblemCode.CRASHED, f"{program} was ended by {_signal_name(-returncode)}{said}", hint
+            ProblemCode.CRASHED, f"{program} was ended by {signal_name(-returncode)}{said}", hint
         )
     return _problem(
         ProblemCode.CRASHED, f"{program} ended with exit code {returncode}{said}", _INSTALL
     )
 
 
-_MISSING_LIBRARY = (
-    # glibc, musl, macOS, Android; each names the library in group 1.
-    re.compile(r"error while loading shared libraries: ([^:\s]+): cannot open"),
-    re.compile(r"Error loading shared library ([^:\s]+):"),
-    re.compile(r"Library not loaded: (\S+)"),
-    re.compile(r'CANNOT LINK EXECUTABLE .*?: library "([^"]+)" not found'),
-)
 _TOO_OLD_LIBRARY = re.compile(r"version `([\w.]+)' not found \(required by")
 _MISSING_SYMBOL = re.compile(r"(?:undefined symbol|Symbol not found): ?(\S+)")
 _LIBRARY_SOURCES = {
@@ -143,14 +142,13 @@ _ENGINE_LIBRARY = re.compile(r"lib(?:ggml|llama|mtmd)")
 
 
 def _library_problem(program: str, output: str) -> EngineProblem | None:
-    for pattern in _MISSING_LIBRARY:
-        if match := pattern.search(output):
-            library = match[1].rsplit("/", 1)[-1]
-            return _problem(
-                ProblemCode.MISSING_LIBRARY,
-                f"{program} does not find the library {library}.",
-                _library_hint(library),
-            )
+    if found := missing_library(output.splitlines()):
+        library = found.rsplit("/", 1)[-1]
+        return _problem(
+            ProblemCode.MISSING_LIBRARY,
+            f"{program} does not find the library {library}.",
+            _library_hint(library),
+        )
     if match := _TOO_OLD_LIBRARY.search(output):
         return _problem(
             ProblemCode.MISSING_LIBRARY,
@@ -178,19 +176,10 @@ def _library_hint(library: str) -> str:
     return f"Install the system package that has {library}, or run `linkcpp engine install source`."
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _last_line(output: str) -> str:
-    """Give the last line that looks like a reason, without a log's time stamps."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    reasons = [line for line in lines if re.search(r"error|failed|cannot|abort", line, re.I)]
-    line = (reasons or lines or [""])[-1]
-    return re.sub(r"^[\d.]+ [A-Z] ", "", line)[:200]
+def _reason(output: str) -> str | None:
+    line = telling_line(output.splitlines())
+    # Without llama.cpp's time stamp and level.
+    return re.sub(r"^[\d.]+ [A-Z] ", "", line)[:200].rstrip(".") if line else None
 
 
 def _problem(code: ProblemCode, message: str, hint: str) -> EngineProblem:
