@@ -7,10 +7,11 @@ import pytest
 
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_client import RpcClient, read_hello
+from linkcpp.engine.rpc_server import free_port
 from linkcpp.engine.wire import TENSOR_BYTES, WireError
 from linkcpp.engine.wire_hash import fnv1a_64
 from linkcpp.engine.wire_tensor import FLAG_COMPUTE, Graph, Tensors, empty_tensors
-from tests.support.rpc_servers import free_port, running_rpc_server
+from tests.support.rpc_servers import running_rpc_server
 
 OP_ADD = 2
 OP_MUL_MAT = 29

@@ -1,0 +1,324 @@
+"""Supervision of engine programs: started through a keeper, watched, restarted, stopped.
+
+The program's parent is its keeper (``keeper.py``), whose parent is this process. Whatever way this
+process ends, the keeper's life line breaks and the program is stopped.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.engine.process_run import KeptRun, listens_on
+from linkcpp.engine.process_spec import (
+    ProcessSpec,
+    ProcessState,
+    ProcessStatus,
+    clean_line,
+    describe_exit,
+    failures_after_run,
+    missing_library,
+    restart_delay_seconds,
+)
+
+_REMEMBERED_LINES = 200
+_WAITING_LINES = 4096
+_POLL_SECONDS = 0.02
+# Where the system does not tell who listens: what a program needs from its words to its socket.
+_SETTLE_SECONDS = 1.0
+_KEEPER_MARGIN_SECONDS = 10.0
+
+_Item = TypeVar("_Item")
+
+
+class _Subscription(Generic[_Item]):
+    """A queue between the supervisor and a reader who may be slow: the oldest items are lost."""
+
+    def __init__(self) -> None:
+        self._items: deque[_Item] = deque(maxlen=_WAITING_LINES)
+        self._event = asyncio.Event()
+        self._is_over = False
+
+    def put(self, item: _Item) -> None:
+        self._items.append(item)
+        self._event.set()
+
+    def end(self) -> None:
+        self._is_over = True
+        self._event.set()
+
+    async def read(self) -> AsyncIterator[_Item]:
+        while True:
+            while self._items:
+                yield self._items.popleft()
+            if self._is_over:
+                return
+            self._event.clear()
+            await self._event.wait()
+
+
+class _Ending(NamedTuple):
+    """How one run of the program ended; ``may_retry`` is false where another try is useless."""
+
+    reason: str
+    may_retry: bool
+    ran_seconds: float
+
+
+class SupervisedProcess:
+    """A program that is kept running until ``stop``.
+
+    ``on_change`` is called with every new status and ``on_line`` with every line of output, from
+    the event loop; they must not block. ``changes`` and ``lines`` give the same as iterators that
+    never hold the program up: a slow reader loses the oldest items.
+    """
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        *,
+        on_change: Callable[[ProcessStatus], None] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
+        self.spec = spec
+        self._on_change = on_change
+        self._on_line = on_line
+        self._status = ProcessStatus(state=ProcessState.STARTING)
+        self._task: asyncio.Task[None] | None = None
+        self._stop_wanted = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._matched = asyncio.Event()
+        self._pattern = re.compile(spec.ready_pattern) if spec.ready_pattern else None
+        self._recent: deque[str] = deque(maxlen=_REMEMBERED_LINES)
+        self._line_readers: list[_Subscription[str]] = []
+        self._change_readers: list[_Subscription[ProcessStatus]] = []
+
+    @property
+    def status(self) -> ProcessStatus:
+        """The program now."""
+        return self._status
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the program (not of its keeper) while it runs."""
+        return self._status.pid
+
+    @property
+    def recent_lines(self) -> tuple[str, ...]:
+        """The last lines of output of the last run."""
+        return tuple(self._recent)
+
+    def start(self) -> None:
+        """Begin to supervise; needs a running event loop.
+
+        Raises:
+            RuntimeError: it was started or stopped before.
+        """
+        if self._task is not None or self._status.state.is_final:
+            raise RuntimeError(f"{self.spec.name} was started or stopped before")
+        self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.spec.name}")
+
+    async def wait_ready(self) -> None:
+        """Wait until the program is ready, over restarts.
+
+        Raises:
+            LinkcppError: it failed for good, or was stopped meanwhile.
+        """
+        if self._task is None and not self._status.state.is_final:
+            raise RuntimeError(f"{self.spec.name} was not started")
+        await self._settled.wait()
+        if self._status.state is ProcessState.FAILED:
+            raise LinkcppError(
+                f"{self.spec.name} {self._status.detail}.", hint=f"Its log: {self.spec.log_path}"
+            )
+        if self._status.state is ProcessState.STOPPED:
+            raise LinkcppError(f"{self.spec.name} was stopped before it was ready.")
+
+    async def wait(self) -> ProcessStatus:
+        """Wait for the end of supervision and return the final status."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+        return self._status
+
+    async def stop(self) -> None:
+        """End the program and everything it started; return when nothing of it is left."""
+        self._stop_wanted.set()
+        if self._task is None:
+            if not self._status.state.is_final:
+                self._change(ProcessState.STOPPED)
+            return
+        await asyncio.shield(self._task)
+
+    async def lines(self) -> AsyncIterator[str]:
+        """Yield the lines of output from now on, until supervision ends."""
+        async for line in self._read(self._line_readers):
+            yield line
+
+    async def changes(self) -> AsyncIterator[ProcessStatus]:
+        """Yield the statuses from now on, the final one last."""
+        async for status in self._read(self._change_readers):
+            yield status
+
+    async def _read(self, readers: "list[_Subscription[_Item]]") -> AsyncIterator[_Item]:
+        subscription: _Subscription[_Item] = _Subscription()
+        if self._status.state.is_final:
+            return
+        readers.append(subscription)
+        try:
+            async for item in subscription.read():
+                yield item
+        finally:
+            readers.remove(subscription)
+
+    def _change(
+        self,
+        state: ProcessState,
+        *,
+        pid: int | None = None,
+        detail: str | None = None,
+        restart_count: int | None = None,
+    ) -> None:
+        count = self._status.restart_count if restart_count is None else restart_count
+        self._status = ProcessStatus(state=state, pid=pid, detail=detail, restart_count=count)
+        if state is ProcessState.READY or state.is_final:
+            self._settled.set()
+        else:
+            self._settled.clear()
+        if self._on_change is not None:
+            self._on_change(self._status)
+        for reader in self._change_readers:
+            reader.put(self._status)
+        if state.is_final:
+            for change_reader in self._change_readers:
+                change_reader.end()
+            for line_reader in self._line_readers:
+                line_reader.end()
+
+    def _take_line(self, line: str) -> None:
+        self._recent.append(line)
+        if self._pattern is not None and self._pattern.search(line):
+            self._matched.set()
+        if self._on_line is not None:
+            self._on_line(line)
+        for reader in self._line_readers:
+            reader.put(line)
+
+    async def _supervise(self) -> None:
+        try:
+            await self._keep_running()
+        finally:
+            # Cancelled, or a callback raised: whoever waits must not wait for ever.
+            if not self._status.state.is_final:
+                self._change(ProcessState.FAILED, detail="is no longer supervised")
+
+    async def _keep_running(self) -> None:
+        failures = 0
+        policy = self.spec.restart
+        while True:
+            ending = await self._run_once()
+            if self._stop_wanted.is_set():
+                self._change(ProcessState.STOPPED)
+                return
+            failures = failures_after_run(policy, failures, ending.ran_seconds)
+            delay = restart_delay_seconds(policy, failures) if ending.may_retry else None
+            if delay is None:
+                self._change(ProcessState.FAILED, detail=ending.reason)
+                return
+            self._change(ProcessState.BACKING_OFF, detail=ending.reason)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop_wanted.wait(), delay)
+            if self._stop_wanted.is_set():
+                self._change(ProcessState.STOPPED)
+                return
+            self._change(ProcessState.STARTING, restart_count=self._status.restart_count + 1)
+
+    async def _run_once(self) -> _Ending:
+        """Run the program until it ends by itself, is late, or is to stop."""
+        began = time.monotonic()
+        self._recent.clear()
+        self._matched.clear()
+        try:
+            run = await KeptRun.start(self.spec, self._take_line)
+        except OSError as error:
+            return _Ending(f"cannot be started: {error.strerror or error}", False, 0.0)
+        following = asyncio.create_task(run.follow())
+        complaint: str | None = None
+        try:
+            complaint = await self._watch(run, following)
+        finally:
+            run.end()
+            await self._outlast(run, following)
+        reason, may_retry = (complaint, True) if complaint else self._explain(run)
+        return _Ending(reason, may_retry, time.monotonic() - began)
+
+    async def _watch(self, run: KeptRun, following: "asyncio.Task[None]") -> str | None:
+        """Return at the program's end or when it is to stop; a complaint if it was too slow."""
+        stopping = asyncio.create_task(self._stop_wanted.wait())
+        becoming_ready = asyncio.create_task(self._become_ready(run))
+        try:
+            done, _ = await asyncio.wait(
+                {following, stopping, becoming_ready},
+                timeout=self.spec.ready_timeout_seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not done:
+                last = f" (its last line: {self._recent[-1]})" if self._recent else ""
+                return f"was not ready within {self.spec.ready_timeout_seconds:g} s{last}"
+            if becoming_ready in done and not (following.done() or stopping.done()):
+                self._change(ProcessState.READY, pid=run.pid)
+                await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return None
+        finally:
+            stopping.cancel()
+            becoming_ready.cancel()
+
+    async def _become_ready(self, run: KeptRun) -> None:
+        await run.started.wait()
+        if run.pid is None:
+            await asyncio.Event().wait()
+        self._change(ProcessState.STARTING, pid=run.pid)
+        if self._pattern is not None:
+            await self._matched.wait()
+        if self.spec.ready_port is not None and run.pid is not None:
+            while not (listening := listens_on(run.pid, self.spec.ready_port)):
+                if listening is None:
+                    await asyncio.sleep(_SETTLE_SECONDS)
+                    return
+                await asyncio.sleep(_POLL_SECONDS)
+
+    async def _outlast(self, run: KeptRun, following: "asyncio.Task[None]") -> None:
+        """Wait until keeper and program are gone; the keeper has its own time limit for that."""
+        limit = self.spec.stop_timeout_seconds + _KEEPER_MARGIN_SECONDS
+        _, late = await asyncio.wait({following}, timeout=limit)
+        if late:
+            run.keeper.kill()
+            await following
+        following.result()
+
+    def _explain(self, run: KeptRun) -> tuple[str, bool]:
+        if run.start_error is not None:
+            return f"cannot be started: {self.spec.argv[0]}: {os.strerror(run.start_error)}", False
+        if run.exit_code is not None:
+            missing = missing_library(self._recent)
+            return describe_exit(run.exit_code, self._recent), missing is None
+        if run.pid is None:
+            return f"cannot be started: {run.complaint or 'its keeper ended at once'}", False
+        return "lost its keeper and was ended with it", True
+
+
+def tail_log(path: Path, line_count: int) -> list[str]:
+    """Return the last lines of a program's log, going back into its predecessor if need be."""
+    lines: list[str] = []
+    for part in (path, path.with_name(f"{path.name}.1")):
+        with contextlib.suppress(FileNotFoundError):
+            text = part.read_text(encoding="utf-8", errors="replace")
+            lines = [clean_line(line) for line in text.splitlines()] + lines
+        if len(lines) >= line_count:
+            break
+    return lines[max(0, len(lines) - line_count) :]

@@ -1,0 +1,114 @@
+"""One run of a program under its keeper, as the supervisor sees it."""
+
+import asyncio
+import codecs
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from linkcpp.engine.process_spec import ProcessSpec, clean_line
+
+_KEEPER = Path(__file__).with_name("keeper.py")
+_READ_BYTES = 1 << 16
+_LONGEST_LINE = 1 << 14
+
+
+class KeptRun:
+    """One keeper with its program, and what it has told."""
+
+    def __init__(
+        self, keeper: asyncio.subprocess.Process, take_line: Callable[[str], None]
+    ) -> None:
+        self.keeper = keeper
+        self.pid: int | None = None
+        self.start_error: int | None = None
+        self.exit_code: int | None = None
+        self.complaint = ""
+        self.started = asyncio.Event()
+        self._take_line = take_line
+
+    @classmethod
+    async def start(cls, spec: ProcessSpec, take_line: Callable[[str], None]) -> Self:
+        """Start a keeper that starts the program; ``take_line`` gets every line of output.
+
+        Raises:
+            OSError: not even the keeper can be started, or the log's folder not be made.
+        """
+        await asyncio.to_thread(spec.log_path.parent.mkdir, parents=True, exist_ok=True)
+        keeper = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(_KEEPER)),
+            *(str(spec.log_path), str(spec.log_bytes), str(spec.stop_timeout_seconds)),
+            os.pathsep.join(str(folder) for folder in spec.library_folders),
+            *spec.argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            # The program sees a terminal, but its output goes to a file.
+            env={**os.environ, "TERM": "dumb", "NO_COLOR": "1", **spec.environment},
+        )
+        return cls(keeper, take_line)
+
+    async def follow(self) -> None:
+        """Read all that the keeper tells until it is gone."""
+        await asyncio.gather(self._read_output(), self._read_reports())
+        await self.keeper.wait()
+        self.started.set()
+
+    async def _read_output(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        partial = ""
+        stdout = self.keeper.stdout
+        assert stdout is not None  # noqa: S101 - made with a pipe
+        while data := await stdout.read(_READ_BYTES):
+            *lines, partial = (partial + decoder.decode(data)).split("\n")
+            for line in lines:
+                self._take_line(clean_line(line))
+            if len(partial) > _LONGEST_LINE:
+                self._take_line(clean_line(partial))
+                partial = ""
+        if partial:
+            self._take_line(clean_line(partial))
+
+    async def _read_reports(self) -> None:
+        stderr = self.keeper.stderr
+        assert stderr is not None  # noqa: S101 - made with a pipe
+        while line := (await stderr.readline()).decode(errors="replace").strip():
+            match line.split():
+                case ["started", number] if number.isdigit():
+                    self.pid = int(number)
+                    self.started.set()
+                case ["failed", number] if number.isdigit():
+                    self.start_error = int(number)
+                case ["exited", number] if number.isdigit():
+                    self.exit_code = int(number)
+                case ["killed", number] if number.isdigit():
+                    self.exit_code = -int(number)
+                case _:
+                    self.complaint = line
+
+    def end(self) -> None:
+        """Cut the keeper's life line, so that it stops the program."""
+        if self.keeper.stdin is not None:
+            self.keeper.stdin.close()
+
+
+def listens_on(pid: int, port: int) -> bool | None:
+    """Tell whether the process listens on a TCP port; ``None`` where the system hides that.
+
+    Android hides sockets from programs.
+    """
+    try:
+        connections = psutil.Process(pid).net_connections(kind="tcp")
+    except psutil.NoSuchProcess:
+        return False
+    except (psutil.AccessDenied, OSError):
+        return None
+    return any(
+        connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        for connection in connections
+    )
