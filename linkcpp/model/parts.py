@@ -84,11 +84,11 @@ def open_model(location: str | Path) -> ModelFiles:
     """
     text = str(location)
     with contextlib.ExitStack() as stack:
-        opener, directory, name, tail = _addressing(text, stack)
+        opener, name = _addressing(text, stack)
         names = _part_names(name)
         sources: list[ByteSource] = []
         for part_name in names:
-            source = _open_part(opener, directory + part_name + tail, part_name != name, names)
+            source = _open_part(opener, part_name, part_name != name, names)
             stack.callback(source.close)
             sources.append(source)
         headers = tuple(read_header(source) for source in sources)
@@ -99,16 +99,18 @@ def open_model(location: str | Path) -> ModelFiles:
 Opener = Callable[[str], ByteSource]
 
 
-def _addressing(text: str, stack: contextlib.ExitStack) -> tuple[Opener, str, str, str]:
-    """How to open a file, and the text before its name, its name, and the text after it."""
+def _addressing(text: str, stack: contextlib.ExitStack) -> tuple[Opener, str]:
+    """How to open a file beside the named one by its name, and the name of the named one."""
     if is_url(text):
         address, mark, query = text.partition("?")
         directory, slash, name = address.rpartition("/")
         client: httpx.Client = stack.enter_context(new_client())
-        return lambda url: WebSource(url, client=client), directory + slash, name, mark + query
+        return (
+            lambda part: WebSource(directory + slash + part + mark + query, client=client),
+            name,
+        )
     path = Path(text).expanduser()
-    directory = str(path.parent) + "/"
-    return lambda file: FileSource(Path(file)), directory, path.name, ""
+    return lambda part: FileSource(path.with_name(part) if part != path.name else path), path.name
 
 
 def _part_names(name: str) -> list[str]:
@@ -124,9 +126,9 @@ def _part_names(name: str) -> list[str]:
     return [f"{match['prefix']}-{part:05d}-of-{count:05d}.gguf" for part in range(1, count + 1)]
 
 
-def _open_part(opener: Opener, address: str, is_other: bool, names: list[str]) -> ByteSource:
+def _open_part(opener: Opener, name: str, is_other: bool, names: list[str]) -> ByteSource:
     try:
-        return opener(address)
+        return opener(name)
     except LinkcppError as error:
         if not is_other:
             raise

@@ -89,7 +89,13 @@ def load_model(text: str) -> ModelInventory:
         return read_inventory(text)
     path = Path(text).expanduser()
     preset = find_preset(text)
-    if path.is_file() or (preset is None and (path.exists() or _looks_like_path(text))):
+    try:
+        is_there = path.exists()
+        is_file = path.is_file()
+    except (OSError, ValueError):
+        # An unreadable folder, an impossible name: opening it says what is wrong.
+        is_there = is_file = True
+    if is_file or (preset is None and (is_there or _looks_like_path(text))):
         return read_inventory(path)
     if preset is not None:
         return expand_preset(preset)
@@ -130,7 +136,10 @@ def expand_preset(preset: Preset) -> ModelInventory:
     tensors = list(_tensors(preset))
     total = sum(_padded(tensor.size_bytes) for tensor in tensors)
     identity = ModelIdentity(source=f"preset {preset.aliases[0]}", digest=None, file_bytes=total)
-    return build_inventory(identity, metadata, ((0, tensor) for tensor in tensors))
+    inventory = build_inventory(identity, metadata, ((0, tensor) for tensor in tensors))
+    remarks = [preset.note] if preset.note else []
+    remarks.append(f"A preset, not a file; its numbers are from {' and '.join(preset.sources)}.")
+    return inventory.model_copy(update={"notes": (*inventory.notes, *remarks)})
 
 
 def _tensors(preset: Preset) -> Iterator[TensorInfo]:

@@ -115,6 +115,8 @@ def _open_regular_file(path: Path) -> int:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise _open_error(path, error) from error
+    except ValueError as error:
+        raise LinkcppError(f"{path} is no usable path: {error}.") from error
     if status.st_size == 0:
         os.close(descriptor)
         raise LinkcppError(f"{path} is empty.", hint="Download or copy the model again.")

@@ -77,12 +77,15 @@ def quantize(values: Array, quant: QuantType) -> npt.NDArray[np.uint8]:
 class TinyModel:
     """A GGUF being written: a thin layer over the gguf writer that draws random weights."""
 
-    def __init__(self, path: Path, architecture: str, *, layers: int, hidden: int) -> None:
+    def __init__(
+        self, path: Path, architecture: str, *, layers: int, hidden: int, part_tensors: int = 0
+    ) -> None:
         self.path = path
         self.architecture = architecture
         self.hidden = hidden
         self.random = np.random.default_rng(0)
-        self.writer = gguf.GGUFWriter(path, architecture)
+        # With ``part_tensors`` the model is split, that many tensors to a part.
+        self.writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
         self.writer.add_name(f"tiny-{architecture}")
         self.writer.add_context_length(8192)
         self.writer.add_embedding_length(hidden)
@@ -192,10 +195,8 @@ class TinyModel:
         return self.path
 
 
-@functools.cache
-def llama() -> Path:
-    """A dense Llama: 6 layers, grouped-query attention."""
-    model = TinyModel(model_folder() / "llama.gguf", "llama", layers=6, hidden=256)
+def _llama(path: Path, *, part_tensors: int = 0) -> Path:
+    model = TinyModel(path, "llama", layers=6, hidden=256, part_tensors=part_tensors)
     model.heads(query=8, key_value=2, size=32)
     model.writer.add_feed_forward_length(512)
     model.writer.add_rope_dimension_count(32)
@@ -207,6 +208,19 @@ def llama() -> Path:
         model.attention(prefix, query=256, key=64)
         model.dense(prefix, 512)
     return model.finish()
+
+
+@functools.cache
+def llama() -> Path:
+    """A dense Llama: 6 layers, grouped-query attention."""
+    return _llama(model_folder() / "llama.gguf")
+
+
+@functools.cache
+def llama_parts() -> tuple[Path, ...]:
+    """The same model split into three files, in order."""
+    _llama(model_folder() / "llama-split.gguf", part_tensors=20)
+    return tuple(sorted(model_folder().glob("llama-split-*-of-*.gguf")))
 
 
 @functools.cache
