@@ -15,6 +15,9 @@ from linkcpp.engine.process_spec import ProcessSpec, clean_line
 _KEEPER = Path(__file__).with_name("keeper.py")
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 14
+# The program sees a terminal, but its output goes to a file; and an abort of ggml would start a
+# debugger, whose words bury the reason.
+_QUIET = {"TERM": "dumb", "NO_COLOR": "1", "GGML_NO_BACKTRACE": "1"}
 
 
 class KeptRun:
@@ -48,8 +51,7 @@ class KeptRun:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
-            # The program sees a terminal, but its output goes to a file.
-            env={**os.environ, "TERM": "dumb", "NO_COLOR": "1", **spec.environment},
+            env={**os.environ, **_QUIET, **spec.environment},
         )
         return cls(keeper, take_line)
 
