@@ -113,9 +113,11 @@ class NodeClient:
             "GET", f"{self.url}/v1/health", params={"challenge": challenge}
         )
         async with self._exchange(request) as response:
+            # Before the body: a host that closes after its answer has no address any more.
+            peer = response.extensions["network_stream"].get_extra_info("server_addr")
             body = await _read_bounded(response)
-            stream = response.extensions["network_stream"]
-            peer = stream.get_extra_info("server_addr")
+        if peer is None:
+            raise self._unreachable(ConnectionError("it closed the connection at once"))
         if response.status_code != httpx.codes.OK:
             raise self._refusal(response.status_code, body)
         health = self._parse(Health, body)

@@ -11,8 +11,10 @@ minutes). What may pile up meanwhile is bounded by a window that the receiver ac
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
+from linkcpp.engine.guard import LinkGuard
+from linkcpp.engine.wire import Buffer
 from linkcpp.node.records import (
     BRIDGE_ACK,
     BRIDGE_CLOSE,
@@ -28,7 +30,6 @@ _MAX_ACK_DIGITS = 19
 _UNSENT_BYTES = 128 * 1024
 
 Send = Callable[[str | bytes], Awaitable[None]]
-Filter = Callable[[bytes], bytes]
 
 
 class LinkError(Exception):
@@ -51,7 +52,8 @@ class SendWindow:
     @property
     def has_room(self) -> bool:
         """Whether a further chunk may be sent."""
-        return self.sent_bytes - self.acknowledged_bytes + CHUNK_BYTES <= self._size
+        # Twice: a guard may hold a few bytes back and add them to the next chunk.
+        return self.sent_bytes - self.acknowledged_bytes + 2 * CHUNK_BYTES <= self._size
 
     def acknowledge(self, total_bytes: int) -> None:
         """Take the peer's word that it passed on ``total_bytes`` since the link began.
@@ -108,6 +110,7 @@ class Link:
         self._outgoing = SendWindow()
         self._incoming = ReceiveWindow()
         self._room = asyncio.Event()
+        self._sending = asyncio.Lock()
         self._unanswered_closes = 0
 
     @property
@@ -153,22 +156,22 @@ class Link:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         *,
-        outbound: Filter | None = None,
-        inbound: Filter | None = None,
+        guard: LinkGuard | None = None,
         awaits_peer: bool,
     ) -> None:
         """Carry one open connection until both sides have closed it.
 
-        ``outbound`` sees what goes from TCP to the peer, ``inbound`` what comes from it; each
-        returns what to pass on. With ``awaits_peer`` the peer's ``close`` is awaited before this
+        A ``guard`` sees the bytes of both directions, the peer as client and TCP as server, and
+        decides what passes. With ``awaits_peer`` the peer's ``close`` is awaited before this
         returns; without, the next connection may be opened at once, and what still arrives of this
         one is dropped then.
 
         Raises:
-            LinkError: the peer sent an ``open``, or a filter refused.
+            LinkError: the peer sent an ``open``.
+            GuardError: the guard refused.
         """
-        out = asyncio.create_task(self._pump_out(reader, outbound))
-        into = asyncio.create_task(self._pump_in(writer, inbound))
+        out = asyncio.create_task(self._pump_out(reader, guard))
+        into = asyncio.create_task(self._pump_in(writer, guard))
         try:
             await asyncio.wait({out, into}, return_when=asyncio.FIRST_COMPLETED)
             if into.done():
@@ -188,33 +191,52 @@ class Link:
             into.cancel()
             await asyncio.gather(out, into, return_exceptions=True)
 
-    async def _pump_out(self, reader: asyncio.StreamReader, outbound: Filter | None) -> None:
+    async def _pump_out(self, reader: asyncio.StreamReader, guard: LinkGuard | None) -> None:
         # Ends by itself when the TCP side is closed, and is not cancelled before: a message that is
         # counted but never sent would shrink the window for good.
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(CHUNK_BYTES):
-                passed = outbound(data) if outbound else data
-                while not self._outgoing.has_room:
-                    self._room.clear()
-                    await self._room.wait()
-                self._outgoing.sent_bytes += len(passed)
-                await self._send(passed)
+                async with self._sending:
+                    await self._send_bytes(guard.from_server(data).to_client if guard else (data,))
         await self._send(BRIDGE_CLOSE)
 
-    async def _pump_in(self, writer: asyncio.StreamWriter, inbound: Filter | None) -> None:
+    async def _pump_in(self, writer: asyncio.StreamWriter, guard: LinkGuard | None) -> None:
         while (event := await self._next_event()) != BRIDGE_CLOSE:
             if not isinstance(event, bytes):
                 raise LinkError("open while a connection is open")
             try:
                 if not writer.is_closing():
-                    writer.write(inbound(event) if inbound else event)
-                    await writer.drain()
+                    await self._pass_on(event, writer, guard)
             except ConnectionError:
                 # The TCP side is gone, which the other pump reports; what still comes is dropped.
                 pass
             finally:
                 self._incoming.take(len(event))
             await self._acknowledge()
+
+    async def _pass_on(
+        self, data: bytes, writer: asyncio.StreamWriter, guard: LinkGuard | None
+    ) -> None:
+        if guard is None:
+            writer.write(data)
+        else:
+            flow = guard.from_client(data)
+            writer.writelines(flow.to_server)
+            if flow.to_client:
+                # The guard's own answer; what the server answered before it is sent before it.
+                async with self._sending:
+                    await self._send_bytes(flow.to_client)
+        await writer.drain()
+
+    async def _send_bytes(self, parts: Sequence[Buffer]) -> None:
+        message = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+        if not message:
+            return
+        while not self._outgoing.has_room:
+            self._room.clear()
+            await self._room.wait()
+        self._outgoing.sent_bytes += len(message)
+        await self._send(message)
 
     async def _next_event(self) -> str | bytes:
         while True:

@@ -1,0 +1,177 @@
+"""``linkcpp node``: this machine's node agent, until Ctrl-C."""
+
+import asyncio
+import logging
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from linkcpp.cli.output import console, status_console
+from linkcpp.cluster.addresses import own_addresses
+from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config, node_url
+from linkcpp.cluster.identity import load_identity
+from linkcpp.cluster.limits import usable_cores
+from linkcpp.cluster.measure import cpu_read_rate
+from linkcpp.cluster.records import NodeRecord
+from linkcpp.cluster.token import ensure_token, token_path
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.units import format_bytes, parse_bytes
+from linkcpp.engine.records import Engine
+from linkcpp.node.agent import AgentOptions, NodeAgent, engine_or_problem, measure_overhead
+from linkcpp.node.service import systemd_unit
+from linkcpp.node.serving import listen
+
+app = typer.Typer(help="Run this machine's node agent.", pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True)
+def node(
+    *,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on; all interfaces, IPv4 and IPv6, if not given."),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = DEFAULT_AGENT_PORT,
+    name: Annotated[str | None, typer.Option(help="Name to show; default: the host name.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="The most that this machine gives, like 6GB.")
+    ] = None,
+    device: Annotated[
+        list[str] | None, typer.Option(help="Offer only this device; may be given several times.")
+    ] = None,
+    engine: Annotated[
+        Path | None, typer.Option(help="Folder of the llama.cpp programs to use.")
+    ] = None,
+    no_mdns: Annotated[
+        bool, typer.Option("--no-mdns", help="Do not advertise on the local network.")
+    ] = False,
+    unit: Annotated[
+        bool, typer.Option("--systemd-unit", help="Print a systemd unit that runs this, and end.")
+    ] = False,
+) -> None:
+    """Measure this machine, offer it to the cluster, and run engine processes on request.
+
+    Every call but the proof of life needs the cluster token, so the agent may listen on all
+    interfaces. Engine processes listen on loopback only.
+    """
+    if unit:
+        console().print(systemd_unit(_unit_command()), end="", markup=False, soft_wrap=True)
+        return
+    config = load_config()
+    limit = parse_bytes(memory) if memory is not None else config.memory_limit_bytes
+    options = AgentOptions(
+        host=host,
+        memory_limit_bytes=limit,
+        devices=tuple(device) if device else None,
+        mdns=config.mdns and not no_mdns,
+    )
+    identity = load_identity(name or config.name)
+    token, is_new = ensure_token()
+    # Before the checks, which take seconds: a taken port is told at once.
+    sockets = listen(host, port)
+    try:
+        _log_for_people()
+        chosen, overhead_bytes = _look_at_machine(engine or config.engine)
+        agent = NodeAgent(
+            token=token,
+            identity=identity,
+            engine=chosen,
+            options=options,
+            overhead_bytes=overhead_bytes,
+            core_count=usable_cores(),
+        )
+        if is_new:
+            _tell_about_token()
+        asyncio.run(_serve(agent, sockets, host))
+    finally:
+        for opened in sockets:
+            opened.close()
+
+
+def _look_at_machine(explicit: Path | None) -> tuple[Engine, int]:
+    screen = status_console()
+    with screen.status("checking the engine by running it"):
+        engine = engine_or_problem(explicit)
+    if engine.problem is not None:
+        screen.print(f"[bold red]engine problem:[/] {_plain(engine.problem.message)}")
+        screen.print(f"[bold]way out:[/] {_plain(engine.problem.hint)}")
+        screen.print("The node runs all the same and tells this, but takes no work.")
+    with screen.status("measuring this machine"):
+        cpu_read_rate()
+        return engine, asyncio.run(measure_overhead(engine))
+
+
+async def _serve(agent: NodeAgent, sockets: list[socket.socket], host: str | None) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop.set)
+    urls = _urls(host, sockets[0].getsockname()[1])
+    await agent.serve(sockets, stop, lambda record: _announce(record, urls))
+    status_console().print("stopped; nothing of this node is left running")
+
+
+def _urls(host: str | None, port: int) -> list[str]:
+    try:
+        addresses = own_addresses(host or "::")
+    except OSError:
+        addresses = (host or "127.0.0.1",)
+    return [node_url(address, port) for address in addresses if not address.startswith("fe80")]
+
+
+def _announce(record: NodeRecord, urls: list[str]) -> None:
+    out = console()
+    engine = record.engine.label if record.engine else "none that works"
+    out.print(f"[bold]{_plain(record.name)}[/] is a node: {', '.join(urls)}", soft_wrap=True)
+    out.print(f"  engine: {_plain(engine)}", soft_wrap=True)
+    for device in record.devices:
+        out.print(
+            f"  offers {format_bytes(device.offered_bytes)} of {format_bytes(device.total_bytes)} "
+            f"on {_plain(device.name)} ({_plain(device.description)})",
+            soft_wrap=True,
+        )
+    out.print("  Ctrl-C stops it.")
+
+
+def _tell_about_token() -> None:
+    status_console().print(
+        f"Made a new cluster token in {token_path()}. Every machine of the cluster needs the same "
+        "one:\n  linkcpp token --show | ssh OTHER linkcpp token set",
+        soft_wrap=True,
+    )
+
+
+def _log_for_people() -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING,
+        format="%(asctime)s  %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logging.getLogger("linkcpp").setLevel(logging.INFO)
+    # Strangers' malformed requests would fill the log; defects of ours still show.
+    for noisy in ("uvicorn.error", "websockets", "zeroconf", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def _unit_command() -> list[str]:
+    """Return this very command, without the option that prints the unit."""
+    program = shutil.which(sys.argv[0])
+    if program is None:
+        raise LinkcppError(
+            "The linkcpp program is not where it was started from.",
+            hint="Run it by its full path.",
+        )
+    words = [word for word in sys.argv[1:] if word != "--systemd-unit"]
+    return [str(Path(program).resolve()), *words]
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,175 @@
+"""The node agent as a whole: API, rpc-servers and advertisement, from start to stop."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from linkcpp.cluster.identity import Identity
+from linkcpp.cluster.mdns import Advertisement, Advertiser, memory_class
+from linkcpp.cluster.measure import CPU, Promise, this_machine
+from linkcpp.cluster.records import NodeRecord
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.paths import state_folder
+from linkcpp.engine.check import choose_engine
+from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
+from linkcpp.engine.rpc_server import start_rpc_server
+from linkcpp.node.app import create_app
+from linkcpp.node.servers import ServerManager, resident_bytes
+from linkcpp.node.serving import make_server
+
+# What an rpc-server may need besides its idle self and the buffers that it was asked for: threads,
+# the work space of a mat-mul, one message on its way in and one out.
+WORK_BYTES = 48 * 2**20
+
+_ADVERTISE_SECONDS = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+class AgentOptions(NamedTuple):
+    """What the owner of the machine decides.
+
+    ``devices`` names the devices to offer, ``None`` all; ``host`` is what to listen on, ``None``
+    all interfaces.
+    """
+
+    host: str | None = None
+    memory_limit_bytes: int | None = None
+    devices: tuple[str, ...] | None = None
+    mdns: bool = True
+
+
+class NodeAgent:
+    """One machine's agent."""
+
+    def __init__(
+        self,
+        *,
+        token: str,
+        identity: Identity,
+        engine: Engine,
+        options: AgentOptions,
+        overhead_bytes: int,
+        core_count: int,
+    ) -> None:
+        self.token = token
+        self.identity = identity
+        self._engine = engine
+        self._options = options
+        self.servers = ServerManager(
+            engine,
+            describe=self.describe,
+            overhead_bytes=overhead_bytes,
+            log_folder=state_folder() / "servers",
+            default_threads=core_count,
+        )
+
+    async def describe(self) -> NodeRecord:
+        """Tell what this machine has and offers now."""
+        record = await asyncio.to_thread(
+            this_machine,
+            self._engine,
+            identity=self.identity,
+            memory_limit_bytes=self._options.memory_limit_bytes,
+            promises=self._with_next_overhead(),
+        )
+        wanted = self._options.devices
+        if wanted is None:
+            return record
+        kept = tuple(device for device in record.devices if device.name in wanted)
+        return record.model_copy(update={"devices": kept})
+
+    def _with_next_overhead(self) -> dict[str, Promise]:
+        # Whoever takes the offer starts one more server, which costs this much besides.
+        promises = dict(self.servers.promises())
+        cpu = promises.get(CPU, Promise(0))
+        promises[CPU] = Promise(cpu.memory_bytes + self.servers.overhead_bytes, cpu.allocated_bytes)
+        return promises
+
+    async def serve(
+        self,
+        sockets: list[socket.socket],
+        stop: asyncio.Event,
+        on_ready: Callable[[NodeRecord], None],
+    ) -> None:
+        """Run until ``stop``, then end every server, say goodbye and close the sockets."""
+        server = make_server(create_app(self))
+        serving = asyncio.create_task(server.serve(sockets=sockets))
+        stopping = asyncio.create_task(stop.wait())
+        advertising = asyncio.create_task(self._advertise(sockets[0].getsockname()[1]))
+        try:
+            on_ready(await self.describe())
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            advertising.cancel()
+            stopping.cancel()
+            await self.servers.aclose()
+            server.should_exit = True
+            await asyncio.gather(advertising, stopping, return_exceptions=True)
+            await serving
+
+    async def _advertise(self, port: int) -> None:
+        if not self._options.mdns:
+            return
+        try:
+            bind_host = self._options.host or "::"
+            async with Advertiser(await self._advertisement(port), bind_host=bind_host) as it:
+                while True:
+                    await asyncio.sleep(_ADVERTISE_SECONDS)
+                    with contextlib.suppress(LinkcppError):  # the network may come back
+                        await it.update(await self._advertisement(port))
+        except LinkcppError as error:
+            _log.warning("not advertised by mDNS: %s", error)
+
+    async def _advertisement(self, port: int) -> Advertisement:
+        record = await self.describe()
+        return Advertisement(
+            node_id=self.identity.node_id,
+            name=self.identity.name,
+            port=port,
+            engine_digest=record.engine.digest if record.engine else None,
+            memory_class=memory_class(sum(device.offered_bytes for device in record.devices)),
+        )
+
+
+def engine_or_problem(explicit: Path | None) -> Engine:
+    """Choose the engine; where none works, return one that only tells the problem.
+
+    A node without a working engine runs all the same, so that ``linkcpp discover`` can say from
+    afar what is wrong with it.
+    """
+    try:
+        return choose_engine(explicit)
+    except LinkcppError as error:
+        return Engine(
+            location=EngineLocation(llama_server=None, rpc_server=None, found_by="nothing"),
+            fingerprint=None,
+            problem=EngineProblem(
+                code="no_engine",
+                message=error.message,
+                hint=error.hint or "`linkcpp engine install` brings one that works.",
+            ),
+        )
+
+
+async def measure_overhead(engine: Engine) -> int:
+    """Start an rpc-server, see what it takes while idle, and add what it takes while it works.
+
+    Returns 0 where the engine does not work: then no server is ever started.
+    """
+    if engine.problem is not None:
+        return 0
+    running = await start_rpc_server(
+        engine.location,
+        device=CPU,
+        threads=1,
+        log_path=state_folder() / "servers" / "measure.log",
+    )
+    try:
+        return resident_bytes(running.process) + WORK_BYTES
+    finally:
+        await running.process.stop()

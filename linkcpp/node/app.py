@@ -1,0 +1,252 @@
+"""The node agent's HTTP API: ``linkcpp.node.records`` lists its calls."""
+
+import asyncio
+import logging
+from typing import Annotated, Any, Protocol
+
+from fastapi import FastAPI, Path, Query, Request, WebSocket
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from linkcpp import __version__
+from linkcpp.cluster.identity import Identity
+from linkcpp.cluster.records import Health, NodeRecord
+from linkcpp.cluster.token import canonical_address, health_proof, is_challenge
+from linkcpp.common.errors import LinkcppError
+from linkcpp.node.access import AccessControl, FailureLimit, refuse
+from linkcpp.node.bridge import Bridge
+from linkcpp.node.limits import RefusedError
+from linkcpp.node.records import (
+    EchoAnswer,
+    ErrorBody,
+    ServerId,
+    ServerList,
+    ServerRecord,
+    ServerRequest,
+)
+from linkcpp.node.servers import ServerManager
+
+MAX_ECHO_BYTES = 64 * 2**20
+ECHO_DEADLINE_SECONDS = 60.0
+MAX_LOG_LINES = 10_000
+
+_log = logging.getLogger(__name__)
+_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}}
+_PATH_ID = Path(pattern=r"^[0-9a-f]{32}$", description="The id that POST /v1/servers answered")
+_Id = Annotated[str, _PATH_ID]
+
+
+class Agent(Protocol):
+    """What the API needs of the agent behind it."""
+
+    token: str
+    identity: Identity
+    servers: ServerManager
+
+    async def describe(self) -> NodeRecord:
+        """Tell what this machine has and offers now."""
+        ...
+
+
+def create_app(agent: Agent) -> FastAPI:
+    """Build the ASGI application of an agent."""
+    # No documentation pages: they load scripts from elsewhere. The description itself is served.
+    app = FastAPI(
+        title="linkcpp node agent",
+        version=__version__,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERRORS,
+        redirect_slashes=False,
+    )
+    _add_node_routes(app, agent)
+    _add_server_routes(app, agent.servers)
+    _add_bridge(app, agent.servers)
+    _add_errors(app)
+    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
+    app.add_middleware(AccessControl, token=agent.token, failures=FailureLimit())
+    return app
+
+
+def _add_node_routes(app: FastAPI, agent: Agent) -> None:
+    @app.get("/v1/health", tags=["node"], summary="Proof of life; the only call without a token")
+    async def health(
+        request: Request,
+        challenge: Annotated[
+            str | None, Query(description="16 to 128 characters of A-Z a-z 0-9 - _")
+        ] = None,
+    ) -> Health:
+        who = agent.identity
+        address = proof = None
+        if challenge is not None:
+            if not is_challenge(challenge):
+                raise RefusedError(
+                    400, "bad_challenge", "That is no challenge: 16 to 128 of A-Za-z0-9-_"
+                )
+            address = canonical_address(*request.scope["server"])
+            proof = health_proof(
+                agent.token, challenge=challenge, node_id=who.node_id, address=address
+            )
+        return Health(
+            agent_version=__version__,
+            node_id=who.node_id,
+            name=who.name,
+            address=address,
+            proof=proof,
+        )
+
+    @app.get("/v1/node", tags=["node"], summary="What this machine has and offers")
+    async def node() -> NodeRecord:
+        return await agent.describe()
+
+    @app.post(
+        "/v1/echo",
+        tags=["node"],
+        summary="Take bytes and count them, for measuring the link",
+        openapi_extra={"requestBody": {"content": {"application/octet-stream": {}}}},
+    )
+    async def echo(request: Request) -> EchoAnswer:
+        received = 0
+        try:
+            async with asyncio.timeout(ECHO_DEADLINE_SECONDS):
+                async for piece in request.stream():
+                    received += len(piece)
+                    if received > MAX_ECHO_BYTES:
+                        raise RefusedError(
+                            413, "too_large", f"An echo takes at most {MAX_ECHO_BYTES} bytes."
+                        )
+        except TimeoutError:
+            raise RefusedError(
+                408, "too_slow", f"An echo ends after {ECHO_DEADLINE_SECONDS:g} seconds."
+            ) from None
+        return EchoAnswer(received_bytes=received)
+
+    @app.get("/v1/openapi.json", tags=["node"], summary="The OpenAPI description of this API")
+    async def openapi() -> dict[str, Any]:
+        return app.openapi()
+
+
+def _add_server_routes(app: FastAPI, servers: ServerManager) -> None:
+    @app.post("/v1/servers", status_code=201, tags=["servers"], summary="Run an rpc-server")
+    async def create(request: ServerRequest) -> ServerRecord:
+        return await servers.create(request)
+
+    @app.get("/v1/servers", tags=["servers"], summary="All rpc-servers of this node")
+    async def list_all() -> ServerList:
+        return ServerList(servers=servers.records())
+
+    @app.get("/v1/servers/{server_id}", tags=["servers"], summary="One rpc-server")
+    async def show(server_id: _Id) -> ServerRecord:
+        return servers.get(ServerId(server_id)).record()
+
+    @app.post("/v1/servers/{server_id}/renew", tags=["servers"], summary="Start its lease again")
+    async def renew(server_id: _Id) -> ServerRecord:
+        return servers.renew(ServerId(server_id))
+
+    @app.delete(
+        "/v1/servers/{server_id}",
+        status_code=204,
+        tags=["servers"],
+        summary="Stop it; also fine when it is gone",
+    )
+    async def delete(server_id: _Id) -> Response:
+        await servers.delete(ServerId(server_id))
+        return Response(status_code=204)
+
+    @app.get(
+        "/v1/servers/{server_id}/logs",
+        response_class=PlainTextResponse,
+        tags=["servers"],
+        summary="The last lines that it printed",
+    )
+    async def logs(
+        server_id: _Id, tail: Annotated[int, Query(ge=1, le=MAX_LOG_LINES)] = 200
+    ) -> str:
+        return await asyncio.to_thread(servers.logs, ServerId(server_id), tail)
+
+
+def _add_bridge(app: FastAPI, servers: ServerManager) -> None:
+    @app.websocket("/v1/servers/{server_id}/bridge")
+    async def bridge(websocket: WebSocket, server_id: str) -> None:
+        peer = websocket.client.host if websocket.client else "unknown"
+        try:
+            server = servers.claim(ServerId(server_id), peer)
+        except RefusedError as error:
+            await refuse(websocket.scope, websocket.send, error.status, error.body())
+            return
+        link = Bridge(websocket, server.port, server.account)
+        try:
+            await server.run_bridge(link)
+        finally:
+            servers.release(server)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(RefusedError)
+    async def on_refusal(_: Request, error: RefusedError) -> JSONResponse:
+        return JSONResponse(error.body().model_dump(), error.status)
+
+    @app.exception_handler(LinkcppError)
+    async def on_user_error(_: Request, error: LinkcppError) -> JSONResponse:
+        body = ErrorBody(code="refused", message=error.message, hint=error.hint)
+        return JSONResponse(body.model_dump(), 409)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        codes = {400: "invalid_request", 404: "unknown_route", 405: "unknown_method"}
+        body = ErrorBody(
+            code=codes.get(error.status_code, "refused"),
+            message=f"{request.method} {request.url.path[:200]}: {error.detail}.",
+            hint="GET /v1/openapi.json describes every call.",
+        )
+        return JSONResponse(body.model_dump(), error.status_code, headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        parts = []
+        for problem in error.errors()[:5]:
+            place = ".".join(str(part) for part in problem["loc"][1:])
+            parts.append(f"{place or problem['loc'][0]}: {problem['msg']}")
+        body = ErrorBody(code="invalid_request", message=f"Invalid request: {'; '.join(parts)}.")
+        return JSONResponse(body.model_dump(), 422)
+
+    @app.exception_handler(Exception)
+    async def on_defect(_: Request, error: Exception) -> JSONResponse:
+        body = ErrorBody(
+            code="defect",
+            message="The node agent met a defect of its own.",
+            hint="Its log on that machine has the details.",
+        )
+        return JSONResponse(body.model_dump(), 500)
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    """Write the OpenAPI description, with the token and the WebSocket, which FastAPI leaves out."""
+    if app.openapi_schema:
+        return app.openapi_schema
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schema["components"]["securitySchemes"] = {
+        "clusterToken": {"type": "http", "scheme": "bearer", "description": "The cluster token"}
+    }
+    schema["security"] = [{"clusterToken": []}]
+    schema["paths"]["/v1/health"]["get"]["security"] = []
+    schema["paths"]["/v1/servers/{server_id}/bridge"] = {
+        "get": {
+            "tags": ["servers"],
+            "summary": "WebSocket to the rpc-server; docs/wire.md has its messages",
+            "parameters": schema["paths"]["/v1/servers/{server_id}"]["get"]["parameters"],
+            "responses": {"101": {"description": "The bridge is open"}},
+        }
+    }
+    refused = {
+        "description": "Refused, with the reason and the way out",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}},
+    }
+    for item in schema["paths"].values():
+        for operation in item.values():
+            operation["responses"]["4XX"] = refused
+    app.openapi_schema = schema
+    return schema

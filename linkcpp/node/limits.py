@@ -1,0 +1,77 @@
+"""What a node takes on and what it refuses: pure decisions about promised memory."""
+
+from collections.abc import Iterable
+
+from linkcpp.cluster.measure import CPU, Promise
+from linkcpp.cluster.records import NodeDevice, NodeRecord
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.units import format_bytes
+from linkcpp.node.records import ErrorBody, ServerRequest
+
+
+class RefusedError(LinkcppError):
+    """A refused call: HTTP ``status`` and the stable ``code`` of its ``ErrorBody``."""
+
+    def __init__(self, status: int, code: str, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+        self.code = code
+
+    def body(self) -> ErrorBody:
+        """Give what goes over the wire."""
+        return ErrorBody(code=self.code, message=self.message, hint=self.hint)
+
+
+def promised(servers: Iterable[tuple[str, int, int, int]]) -> dict[str, Promise]:
+    """Sum up promises by device, from (device, promised, overhead, resident) bytes of each server.
+
+    What a server takes besides its buffers comes out of the system's memory whatever its device.
+    """
+    totals: dict[str, Promise] = {}
+
+    def add(device: str, memory_bytes: int, allocated_bytes: int) -> None:
+        before = totals.get(device, Promise(0))
+        totals[device] = Promise(
+            before.memory_bytes + memory_bytes, before.allocated_bytes + allocated_bytes
+        )
+
+    for device, memory_bytes, overhead_bytes, resident_bytes in servers:
+        if device == CPU:
+            whole = memory_bytes + overhead_bytes
+            add(CPU, whole, min(resident_bytes, whole))
+        else:
+            add(device, memory_bytes, 0)
+            add(CPU, overhead_bytes, min(resident_bytes, overhead_bytes))
+    return totals
+
+
+def check_request(request: ServerRequest, node: NodeRecord) -> NodeDevice:
+    """Decide whether a node can take a request.
+
+    Raises:
+        RefusedError: no engine that works, no such device, or more memory than the device offers.
+    """
+    if node.engine_problem is not None:
+        problem = node.engine_problem
+        raise RefusedError(409, "engine_problem", problem.message, hint=problem.hint)
+    device = next((device for device in node.devices if device.name == request.device), None)
+    if device is None:
+        names = ", ".join(device.name for device in node.devices)
+        raise RefusedError(
+            422,
+            "unknown_device",
+            f"This node offers no device {request.device[:64]!r}.",
+            hint=f"It offers: {names}.",
+        )
+    if request.memory_bytes > device.offered_bytes:
+        short = request.memory_bytes - device.offered_bytes
+        raise RefusedError(
+            409,
+            "insufficient_memory",
+            f"{device.name} of {node.name} offers {format_bytes(device.offered_bytes)} "
+            f"({device.offered_bytes} bytes), {format_bytes(short)} less than the "
+            f"{format_bytes(request.memory_bytes)} ({request.memory_bytes} bytes) asked for.",
+            hint="Stop another deployment there, raise the owner's limit (`linkcpp node "
+            "--memory`), or plan again.",
+        )
+    return device

@@ -1,0 +1,377 @@
+"""The agent's HTTP API against a real engine: contract, token, bounds."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+from linkcpp.cluster.records import NodeRecord
+from linkcpp.cluster.token import health_proof, make_challenge
+from linkcpp.engine.records import EngineLocation, EngineProblem
+from linkcpp.node import access, serving
+from linkcpp.node.agent import AgentOptions
+from linkcpp.node.client import (
+    NodeClient,
+    NodeRefusedError,
+    NodeUnreachableError,
+    WrongTokenError,
+)
+from linkcpp.node.records import ErrorBody, ServerId, ServerRequest, ServerState
+from tests.node.agents import MEBIBYTE, RunningAgent, running_agent
+
+ID = "0" * 32
+CALLS = [
+    ("GET", "/v1/node"),
+    ("POST", "/v1/servers"),
+    ("GET", "/v1/servers"),
+    ("GET", f"/v1/servers/{ID}"),
+    ("POST", f"/v1/servers/{ID}/renew"),
+    ("DELETE", f"/v1/servers/{ID}"),
+    ("GET", f"/v1/servers/{ID}/logs"),
+    ("POST", "/v1/echo"),
+    ("GET", "/v1/openapi.json"),
+    ("GET", "/v1/no-such-route"),
+]
+
+
+@pytest.fixture
+async def node(stock_engine: EngineLocation) -> AsyncIterator[RunningAgent]:
+    async with running_agent(stock_engine) as running:
+        yield running
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def call(node: RunningAgent, method: str, path: str, **options: object) -> httpx.Response:
+    async with httpx.AsyncClient() as http:
+        return await http.request(method, node.url + path, **options)  # type: ignore[arg-type]
+
+
+async def test_a_server_is_started_listed_renewed_logged_and_deleted(
+    engine: EngineLocation,
+) -> None:
+    async with running_agent(engine) as node:
+        request = ServerRequest(deployment="d", device="CPU", memory_bytes=64 * MEBIBYTE)
+        server = await node.client.create_server(request)
+        assert server.state is ServerState.READY
+        assert not server.is_bridged
+        assert [item.server_id for item in await node.client.servers()] == [server.server_id]
+        assert (await node.client.renew(server.server_id)).state is ServerState.READY
+        assert (await node.client.server(server.server_id)).memory_bytes == 64 * MEBIBYTE
+        assert "RPC server" in await node.client.logs(server.server_id)
+        await node.client.delete(server.server_id)
+        await node.client.delete(server.server_id)
+        assert await node.client.servers() == ()
+        with pytest.raises(NodeRefusedError) as error:
+            await node.client.server(server.server_id)
+        assert error.value.code == "unknown_server"
+
+
+@pytest.mark.parametrize(("method", "path"), CALLS)
+async def test_every_call_needs_the_token(node: RunningAgent, method: str, path: str) -> None:
+    for headers in ({}, bearer("x" * 43), {"Authorization": f"Basic {node.token}"}):
+        answer = await call(node, method, path, headers=headers)
+        assert answer.status_code == 401
+        assert ErrorBody.model_validate_json(answer.content).code == "wrong_token"
+        assert node.token not in answer.text
+    answer = await call(node, method, path, headers=bearer(node.token))
+    assert answer.status_code not in (401, 403, 500)
+
+
+@pytest.mark.parametrize("token", [None, "x" * 43])
+async def test_a_websocket_without_the_token_is_refused_before_it_opens(
+    node: RunningAgent, token: str | None
+) -> None:
+    url = node.url.replace("http", "ws") + f"/v1/servers/{ID}/bridge"
+    headers = bearer(token) if token else {}
+    with pytest.raises(InvalidStatus) as error:
+        await connect(url, additional_headers=headers, proxy=None)
+    assert error.value.response.status_code == 401
+    assert ErrorBody.model_validate_json(error.value.response.body or b"").code == "wrong_token"
+
+
+async def test_health_proves_the_token_without_showing_it(node: RunningAgent) -> None:
+    challenge = make_challenge()
+    plain = (await call(node, "GET", "/v1/health")).json()
+    assert plain["proof"] is None
+    proved = (await call(node, "GET", "/v1/health", params={"challenge": challenge})).json()
+    address = node.url.removeprefix("http://")
+    assert proved["address"] == address
+    assert proved["proof"] == health_proof(
+        node.token, challenge=challenge, node_id=proved["node_id"], address=address
+    )
+    assert node.token not in json.dumps(proved)
+
+
+@pytest.mark.parametrize("challenge", ["", "short", "x" * 129, "space in the middle!", "é" * 20])
+async def test_a_challenge_of_another_form_is_refused(node: RunningAgent, challenge: str) -> None:
+    answer = await call(node, "GET", "/v1/health", params={"challenge": challenge})
+    assert answer.status_code == 400
+    assert ErrorBody.model_validate_json(answer.content).code == "bad_challenge"
+
+
+async def test_a_client_shows_the_token_only_after_the_proof(stock_engine: EngineLocation) -> None:
+    seen = bytearray()
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.extend(await reader.readuntil(b"\r\n\r\n"))
+        body = json.dumps(
+            {"agent_version": "1", "node_id": "x", "name": "x", "proof": "0" * 64, "address": "x"}
+        )
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(body), body.encode())
+        )
+        writer.close()
+
+    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    token = "t" * 43
+    async with NodeClient(f"http://127.0.0.1:{port}", token) as client:
+        with pytest.raises(WrongTokenError):
+            await client.node()
+        with pytest.raises(WrongTokenError):
+            await client.open_bridge(ServerId(ID))
+    server.close()
+    assert token.encode() not in seen
+
+
+async def test_a_relayed_proof_is_refused(node: RunningAgent) -> None:
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        port = int(node.url.rpartition(":")[2])
+        their_reader, their_writer = await asyncio.open_connection("127.0.0.1", port)
+        their_writer.write(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(await their_reader.read(65536))
+        writer.close()
+        their_writer.close()
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with NodeClient(f"http://127.0.0.1:{port}", node.token) as client:
+        with pytest.raises(WrongTokenError) as error:
+            await client.node()
+    server.close()
+    assert error.value.code == "address_differs"
+
+
+async def test_a_client_with_another_token_says_so(node: RunningAgent) -> None:
+    async with NodeClient(node.url, "y" * 43) as client:
+        with pytest.raises(WrongTokenError) as error:
+            await client.servers()
+    assert "linkcpp token" in (error.value.hint or "")
+
+
+async def test_a_node_that_is_not_there_is_named(stock_engine: EngineLocation) -> None:
+    async with NodeClient("http://127.0.0.1:9", "z" * 43) as client:
+        with pytest.raises(NodeUnreachableError, match=r"127\.0\.0\.1:9 cannot be reached"):
+            await client.node()
+
+
+async def test_the_description_has_every_route_and_its_errors(node: RunningAgent) -> None:
+    schema = (await call(node, "GET", "/v1/openapi.json", headers=bearer(node.token))).json()
+    described = {
+        (method.upper(), path) for path, item in schema["paths"].items() for method in item
+    }
+    assert described == {
+        ("GET", "/v1/health"),
+        ("GET", "/v1/node"),
+        ("POST", "/v1/servers"),
+        ("GET", "/v1/servers"),
+        ("GET", "/v1/servers/{server_id}"),
+        ("POST", "/v1/servers/{server_id}/renew"),
+        ("DELETE", "/v1/servers/{server_id}"),
+        ("GET", "/v1/servers/{server_id}/logs"),
+        ("GET", "/v1/servers/{server_id}/bridge"),
+        ("POST", "/v1/echo"),
+        ("GET", "/v1/openapi.json"),
+    }
+    for path, item in schema["paths"].items():
+        for operation in item.values():
+            assert operation["summary"], path
+            reference = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
+            assert reference["$ref"].endswith("/ErrorBody")
+    assert schema["security"] == [{"clusterToken": []}]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "refusal"),
+    [
+        ("GET", "/nothing", None, (404, "unknown_route")),
+        ("PUT", "/v1/servers", None, (405, "unknown_method")),
+        ("GET", f"/v1/servers/{ID}", None, (404, "unknown_server")),
+        ("POST", f"/v1/servers/{ID}/renew", None, (404, "unknown_server")),
+        ("GET", f"/v1/servers/{ID}/logs", None, (404, "unknown_server")),
+        ("GET", "/v1/servers/..%2f..%2fetc/logs", None, (404, "unknown_route")),
+        ("GET", "/v1/servers/NO-ID", None, (422, "invalid_request")),
+        ("GET", f"/v1/servers/{ID}/logs?tail=0", None, (422, "invalid_request")),
+        ("POST", "/v1/servers", b"not json", (422, "invalid_request")),
+        ("POST", "/v1/servers", b"[]", (422, "invalid_request")),
+        ("POST", "/v1/servers", b"[" * 60000, (400, "invalid_request")),
+        ("POST", "/v1/servers", b"x" * 70000, (413, "too_large")),
+        ("POST", "/v1/echo", b"x" * (64 * MEBIBYTE + 1), (413, "too_large")),
+    ],
+)
+async def test_a_bad_call_gets_a_plain_reason(
+    node: RunningAgent, method: str, path: str, body: bytes | None, refusal: tuple[int, str]
+) -> None:
+    headers = {**bearer(node.token), "Content-Type": "application/json"}
+    answer = await call(node, method, path, content=body, headers=headers)
+    told = ErrorBody.model_validate_json(answer.content)
+    assert (answer.status_code, told.code) == refusal
+    assert told.message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory_bytes": -1},
+        {"memory_bytes": 0},
+        {"memory_bytes": 2**70},
+        {"lease_seconds": -5},
+        {"lease_seconds": 1e9},
+        {"threads": 0},
+        {"deployment": ""},
+        {"deployment": "x" * 1000},
+        {"unknown": 1},
+    ],
+)
+async def test_a_server_request_with_an_impossible_value_is_refused(
+    node: RunningAgent, change: dict[str, object]
+) -> None:
+    body = {"deployment": "d", "device": "CPU", "memory_bytes": MEBIBYTE, **change}
+    answer = await call(node, "POST", "/v1/servers", json=body, headers=bearer(node.token))
+    assert answer.status_code == 422
+    assert next(iter(change)) in ErrorBody.model_validate_json(answer.content).message
+    assert await node.client.servers() == ()
+
+
+async def test_an_unknown_device_is_refused_with_those_that_there_are(node: RunningAgent) -> None:
+    request = ServerRequest(deployment="d", device="CUDA7", memory_bytes=MEBIBYTE)
+    with pytest.raises(NodeRefusedError) as error:
+        await node.client.create_server(request)
+    assert error.value.code == "unknown_device"
+    assert "CPU" in (error.value.hint or "")
+
+
+async def test_a_node_with_an_engine_problem_says_so_and_takes_no_work(
+    stock_engine: EngineLocation,
+) -> None:
+    problem = EngineProblem(code="died", message="It died of SIGILL.", hint="Build it here.")
+    async with running_agent(stock_engine, problem=problem) as node:
+        record: NodeRecord = await node.client.node()
+        assert record.engine_problem == problem
+        request = ServerRequest(deployment="d", device="CPU", memory_bytes=MEBIBYTE)
+        with pytest.raises(NodeRefusedError, match="SIGILL") as error:
+            await node.client.create_server(request)
+    assert error.value.hint == "Build it here."
+
+
+async def test_only_the_devices_that_the_owner_names_are_offered(
+    stock_engine: EngineLocation,
+) -> None:
+    options = AgentOptions(host="127.0.0.1", devices=("Vulkan0",), mdns=False)
+    async with running_agent(stock_engine, options=options) as node:
+        assert (await node.client.node()).devices == ()
+
+
+async def test_an_echo_counts_what_it_took(node: RunningAgent) -> None:
+    assert await node.client.echo(bytes(3 * MEBIBYTE)) == 3 * MEBIBYTE
+    link = await node.client.measure_link()
+    assert link.rtt_ms > 0
+
+
+async def test_many_failures_from_one_address_are_turned_away_faster(node: RunningAgent) -> None:
+    statuses = [
+        (await call(node, "GET", "/v1/node", headers=bearer("n" * 43))).status_code
+        for _ in range(15)
+    ]
+    assert statuses[0] == 401
+    assert statuses[-1] == 429
+    # Who has the token is not locked out by a neighbour's failures.
+    assert (await call(node, "GET", "/v1/node", headers=bearer(node.token))).status_code == 200
+
+
+def test_the_failures_of_many_addresses_take_bounded_memory() -> None:
+    limit = access.FailureLimit(tries=1, most_addresses=8, clock=lambda: 0.0)
+    for number in range(1000):
+        limit.fail(f"10.0.{number // 256}.{number % 256}")
+    assert len(limit._buckets) == 8
+
+
+def test_one_ipv6_network_is_one_address() -> None:
+    limit = access.FailureLimit(tries=1, clock=lambda: 0.0)
+    assert limit.fail("2001:db8::1") is None
+    assert limit.fail("2001:db8::2") is not None
+    assert limit.fail("2001:db8:0:1::1") is None
+
+
+async def test_a_client_that_stalls_in_its_head_or_body_is_dropped(
+    node: RunningAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "HEAD_DEADLINE_SECONDS", 0.3)
+    monkeypatch.setattr(access, "BODY_DEADLINE_SECONDS", 0.3)
+    port = int(node.url.rpartition(":")[2])
+
+    async def drip(start: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(start)
+        dripping = asyncio.create_task(_drip(writer))
+        with contextlib.suppress(ConnectionError):
+            answer = await reader.read()
+            dripping.cancel()
+            return answer
+        dripping.cancel()
+        return b""
+
+    assert await drip(b"") == b""
+    assert await drip(b"GET /v1/health HTTP/1.1\r\nX: ") == b""
+    start = f"POST /v1/servers HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {node.token}\r\n"
+    answer = await drip(start.encode() + b"Content-Length: 1000\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert (await call(node, "GET", "/v1/health")).status_code == 200
+
+
+async def _drip(writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await asyncio.sleep(0.02)
+            writer.write(b"x")
+            await writer.drain()
+
+
+async def test_an_oversize_head_is_refused(node: RunningAgent) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(node.url.rpartition(":")[2]))
+    with contextlib.suppress(ConnectionError):
+        writer.write(b"GET /v1/health HTTP/1.1\r\nX: " + b"x" * 2_000_000)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+    writer.close()
+
+
+async def test_what_is_no_http_gets_a_plain_answer(node: RunningAgent) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(node.url.rpartition(":")[2]))
+    writer.write(b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 400")
+    writer.close()
+
+
+async def test_the_token_is_in_no_log(node: RunningAgent, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(0)
+    await call(node, "GET", "/v1/node", headers=bearer("n" * 43))
+    await node.client.node()
+    with contextlib.suppress(NodeRefusedError):
+        await node.client.open_bridge(ServerId(ID))
+    ours = [record.getMessage() for record in caplog.records if "linkcpp" in record.name]
+    assert ours
+    assert not any(node.token in line or "n" * 43 in line for line in ours)
+
+
+async def test_an_agent_on_ipv6_proves_itself_and_serves(stock_engine: EngineLocation) -> None:
+    async with running_agent(stock_engine, host="::1") as node:
+        assert (await node.client.node()).name == "attic"
