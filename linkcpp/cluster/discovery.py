@@ -75,18 +75,20 @@ async def find_nodes(
     urls: Collection[str] = (),
     use_mdns: bool = True,
     timeout_seconds: float = DISCOVER_SECONDS,
+    known: Collection[DiscoveredNode] = (),
     on_change: OnChange | None = None,
 ) -> Discovery:
     """Find nodes by mDNS, by ``urls`` (as people write them) and by this machine's settings.
 
-    ``engine`` is this machine's, with which those of the nodes are compared.
+    ``engine`` is this machine's, with which those of the nodes are compared. ``known`` are nodes
+    of an earlier search: they are asked again even if they are not advertised any more.
 
     Raises:
         LinkcppError: there is no token, or the settings or a URL cannot be read.
     """
     token = load_token()
     config = load_config()
-    sources = sources_of(config, urls, use_mdns=use_mdns)
+    sources = [*sources_of(config, urls, use_mdns=use_mdns), known_source(known)]
     coordinator = await asyncio.to_thread(
         this_machine,
         engine,
@@ -119,6 +121,26 @@ def url_source(urls: Collection[str], found_by: str) -> Source:
     async def candidates() -> AsyncGenerator[Candidate]:
         for url in urls:
             yield Candidate(url=url, found_by=found_by)
+
+    return candidates
+
+
+def known_source(nodes: Collection[DiscoveredNode]) -> Source:
+    """Name nodes that an earlier search found: one that is gone is then shown as gone."""
+
+    async def candidates() -> AsyncGenerator[Candidate]:
+        for node in nodes:
+            if node.record is None:
+                continue
+            node_id = node.record.node_id
+            for url in node.urls:
+                yield Candidate(
+                    url=url,
+                    found_by="earlier search",
+                    instance=node_id,
+                    node_id=node_id,
+                    name=node.record.name,
+                )
 
     return candidates
 

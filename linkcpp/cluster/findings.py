@@ -149,7 +149,7 @@ def _failed(group: list[Probe], coordinator: NodeRecord) -> DiscoveredNode:
         reason = f"advertised, but switched off, gone or behind a firewall: {reason}"
     is_advertised = candidate.instance is not None
     unanswered = NodeStatus.STALE if is_advertised else NodeStatus.UNREACHABLE
-    name = (telling.health.name if telling.health else None) or candidate.name or candidate.url
+    name = (telling.health.name if telling.health else None) or candidate.name or "unknown"
     return DiscoveredNode(
         name=printable(name),
         urls=tuple(dict.fromkeys(probe.candidate.url for probe in same)),

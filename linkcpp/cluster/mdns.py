@@ -69,6 +69,7 @@ class Advertiser:
         self._advertisement = advertisement
         self._bind_host = bind_host
         self._addresses: tuple[str, ...] = ()
+        self._instance: str | None = None
         self._zeroconf: AsyncZeroconf | None = None
 
     async def __aenter__(self) -> Self:
@@ -88,9 +89,12 @@ class Advertiser:
         try:
             self._addresses = await asyncio.to_thread(own_addresses, self._bind_host)
             self._zeroconf = open_zeroconf(self._addresses)
+            service = self._service()
             sent = await self._zeroconf.async_register_service(
-                self._service(), allow_name_change=True, strict=False
+                service, allow_name_change=True, strict=False
             )
+            # Another name than was asked for, where a copy of this node is on the network.
+            self._instance = service.name
             await sent
         except (OSError, zeroconf.Error) as error:
             await self.aclose()
@@ -113,7 +117,7 @@ class Advertiser:
 
     async def aclose(self) -> None:
         """Say goodbye and close the sockets; fine when never started."""
-        opened, self._zeroconf = self._zeroconf, None
+        opened, self._zeroconf, self._instance = self._zeroconf, None, None
         if opened is not None:
             await opened.async_close()
 
@@ -129,7 +133,7 @@ class Advertiser:
             properties["fp"] = told.engine_digest
         return AsyncServiceInfo(
             SERVICE_TYPE,
-            f"{instance_label(told.name, told.node_id)}.{SERVICE_TYPE}",
+            self._instance or f"{instance_label(told.name, told.node_id)}.{SERVICE_TYPE}",
             port=told.port,
             properties=properties,
             # A host name of our own: the machine's belongs to its own mDNS responder.
@@ -139,8 +143,8 @@ class Advertiser:
 
 
 def instance_label(name: str, node_id: str) -> str:
-    """Make the DNS label of a node: its name and the start of its id, within 63 bytes."""
-    suffix = f" {node_id[:8]}"
+    """Make the DNS label of a node: its name and 64 bits of its id, within 63 bytes."""
+    suffix = f" {node_id.replace('-', '')[:16]}"
     # A dot would begin another label.
     plain = printable(name).replace(".", "-").replace("\N{REPLACEMENT CHARACTER}", "-")
     return _cut(plain, _LONGEST_LABEL_BYTES - len(suffix.encode())) + suffix

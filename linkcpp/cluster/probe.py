@@ -25,7 +25,8 @@ from linkcpp.cluster.text import printable, printable_json
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
 from linkcpp.common.records import WireRecord
 
-PROBE_SECONDS = 2.0
+# A node that computes with all its cores answers late.
+PROBE_SECONDS = 3.0
 LINK_SECONDS = 1.5
 
 _SERVICE = "linkcpp-node"
@@ -204,13 +205,16 @@ async def _call(
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = http.build_request(method, url, params=query, headers=headers, content=content)
     async with _sent(http, request) as response:
+        # Read before the body: a socket that the peer has closed forgets whose it was.
+        peer = response.extensions["network_stream"].get_extra_info("server_addr")
+        if peer is None:
+            raise httpx.RemoteProtocolError("closed before the answer was read")
         body = bytearray()
         # Raw: a compressed answer could unfold to any size.
         async for piece in response.aiter_raw():
             body += piece
             if len(body) > longest_bytes:
                 raise _StopError(Finding.NOT_A_NODE, "its answer is longer than any node's")
-        peer = response.extensions["network_stream"].get_extra_info("server_addr")
         return _Answer(response.status_code, bytes(body), host_of(peer), int(peer[1]))
 
 

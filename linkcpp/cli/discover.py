@@ -1,0 +1,187 @@
+"""``linkcpp discover``: who is there, with what."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
+from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery, find_nodes
+from linkcpp.cluster.records import DiscoveredNode, NodeStatus
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.units import format_bytes
+from linkcpp.engine.check import choose_engine
+from linkcpp.engine.records import Engine
+
+_PAUSE_SECONDS = 1.0
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@app.command()
+def discover(
+    node: Annotated[
+        list[str] | None,
+        typer.Option("--node", help="Ask this address too, such as 10.0.0.5; may be repeated."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=600, help="How many seconds to listen to mDNS.")
+    ] = DISCOVER_SECONDS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Search again and again.")] = False,
+    no_mdns: Annotated[
+        bool, typer.Option("--no-mdns", help="Ask only the addresses that are named.")
+    ] = False,
+) -> None:
+    """Find the nodes of this cluster: by mDNS, by --node, and by `nodes` in config.toml."""
+    engine, remarks = _engine()
+    search = _Search(engine, node or [], timeout, use_mdns=not no_mdns)
+    if watch:
+        asyncio.run(_watch(search, remarks, as_json=as_json))
+        return
+    with status_console().status("Looking for nodes…") as status:
+
+        def show(nodes: tuple[DiscoveredNode, ...]) -> None:
+            status.update(f"Looking for nodes… {len(nodes)} found")
+
+        found = asyncio.run(
+            find_nodes(
+                engine,
+                urls=search.urls,
+                use_mdns=search.use_mdns,
+                timeout_seconds=timeout,
+                on_change=show,
+            )
+        )
+    if as_json:
+        print_json(found)
+    else:
+        for part in render(found, remarks):
+            # Commands and reasons are not broken: the terminal wraps them, and they can be copied.
+            console().print(part, soft_wrap=isinstance(part, Text))
+
+
+class _Search:
+    """The options of a search that is made again and again, and whom it has found."""
+
+    def __init__(
+        self, engine: Engine | None, urls: list[str], timeout_seconds: float, *, use_mdns: bool
+    ) -> None:
+        self.engine = engine
+        self.urls = urls
+        self.timeout_seconds = timeout_seconds
+        self.use_mdns = use_mdns
+        self._known: dict[str, DiscoveredNode] = {}
+
+    async def again(self) -> Discovery:
+        """Search once more; a node that was there before is asked again."""
+        found = await find_nodes(
+            self.engine,
+            urls=self.urls,
+            use_mdns=self.use_mdns,
+            timeout_seconds=self.timeout_seconds,
+            known=self._known.values(),
+        )
+        self._known |= {node.record.node_id: node for node in found.nodes if node.record}
+        return found
+
+
+async def _watch(search: _Search, remarks: list[str], *, as_json: bool) -> None:
+    if as_json:
+        while True:
+            found = await search.again()
+            print(json.dumps(found.model_dump(mode="json"), ensure_ascii=False), flush=True)
+            await asyncio.sleep(_PAUSE_SECONDS)
+    with Live(Text("Looking for nodes…"), console=console(), auto_refresh=False) as live:
+        while True:
+            live.update(Group(*render(await search.again(), remarks)), refresh=True)
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
+def _engine() -> tuple[Engine | None, list[str]]:
+    """Choose this machine's engine; nodes can be shown without one, though not compared."""
+    try:
+        return choose_engine(load_config().engine), []
+    except LinkcppError as error:
+        return None, [f"Engines are not compared: {error}"]
+
+
+def render(found: Discovery, remarks: Iterable[str] = ()) -> list[RenderableType]:
+    """Lay a search's result out for people: a table, why nodes are not ready, what to check."""
+    parts: list[RenderableType] = []
+    if found.nodes:
+        parts.append(_table(found.nodes))
+    # Text and not markup: names come from other machines.
+    parts += [
+        Text(f"{node.name} at {_address(node)}: {node.reason}", style="yellow")
+        for node in found.nodes
+        if node.reason
+    ]
+    if not found.cluster.nodes:
+        parts.append(Text(_what_to_check(has_own_agent=bool(found.nodes))))
+    parts += [Text(note, style="yellow") for note in (*remarks, *found.notes)]
+    return parts
+
+
+def _table(nodes: Iterable[DiscoveredNode]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("NODE", "ADDRESS"):
+        table.add_column(title, overflow="fold")
+    table.add_column("RTT", justify="right", no_wrap=True)
+    table.add_column("LINK", justify="right", no_wrap=True)
+    table.add_column("FREE MEMORY", no_wrap=True)
+    table.add_column("CORES", justify="right")
+    table.add_column("ENGINE", overflow="fold")
+    table.add_column("STATUS", no_wrap=True)
+    for node in nodes:
+        rate = node.link.bytes_per_second if node.link else None
+        record = node.record
+        table.add_row(
+            Text(node.name),
+            Text(_address(node)),
+            f"{node.link.rtt_ms:.1f} ms" if node.link else "-",
+            f"{format_bytes(round(rate))}/s" if rate else "-",
+            Text(_memory(node)),
+            str(record.core_count) if record else "-",
+            Text(record.engine.label if record and record.engine else "-"),
+            _status(node),
+        )
+    return table
+
+
+def _address(node: DiscoveredNode) -> str:
+    return node.urls[0].removeprefix("http://") if node.urls else "-"
+
+
+def _memory(node: DiscoveredNode) -> str:
+    if node.record is None:
+        return "-"
+    return "\n".join(
+        f"{device.name} {format_bytes(device.offered_bytes)}" for device in node.record.devices
+    )
+
+
+def _status(node: DiscoveredNode) -> Text:
+    if node.is_this_machine:
+        return Text("this machine", style="cyan")
+    is_ready = node.status is NodeStatus.READY
+    return Text(node.status.value.replace("_", " "), style="green" if is_ready else "yellow")
+
+
+def _what_to_check(*, has_own_agent: bool) -> str:
+    first = "No other node was found" if has_own_agent else "No node was found"
+    return (
+        f"{first}. To check:\n"
+        "  1. Does `linkcpp node` run on the other machines?\n"
+        "  2. Do they have this machine's token?\n"
+        "     `linkcpp token --show | ssh OTHER linkcpp token set`\n"
+        f"  3. Do firewalls let UDP port 5353 (mDNS) and TCP port {DEFAULT_AGENT_PORT} through?\n"
+        "  4. On another network, or where mDNS is blocked: `linkcpp discover --node ADDRESS`"
+    )
