@@ -27,6 +27,7 @@ from linkcpp.engine.staging import ProgressReport
 app = typer.Typer(
     help="Find, check and install llama.cpp programs.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
 )
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]

@@ -43,10 +43,10 @@ def check_engine(location: EngineLocation, *, refresh: bool = False) -> Engine:
     """Fingerprint an engine and run it for real; takes about a second, or a few with a GPU.
 
     Blocking: call it through ``asyncio.to_thread`` from a service. A check that found no problem
-    is remembered until a program or a library of the engine changes, so ``devices`` then tell the
-    memory that was free at that time (``fingerprint.read_devices`` tells it now). One that found a
-    problem is made again each time, since the way out mostly lies outside the engine. Processes
-    and threads that check the same engine at the same time wait for one check.
+    is remembered until a program or a library of the engine changes; the free memory of ``devices``
+    is of this moment all the same. One that found a problem is made again each time, since the way
+    out mostly lies outside the engine. Processes and threads that check the same engine at the same
+    time wait for one check.
 
     Raises:
         LinkcppError: the cache folder cannot be written.
@@ -171,7 +171,14 @@ def _load(stored: Path, stamp: str, location: EngineLocation) -> Engine | None:
         return None
     if check.stamp != stamp:
         return None
-    return check.engine.model_copy(update={"location": location})
+    try:
+        devices = read_devices(location)
+    except EngineProblemFound:
+        return None
+    if [device.name for device in devices] != [device.name for device in check.engine.devices]:
+        # A graphics card or its driver came or went.
+        return None
+    return check.engine.model_copy(update={"location": location, "devices": devices})
 
 
 @contextlib.contextmanager

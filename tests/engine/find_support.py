@@ -1,6 +1,5 @@
 """Stand-ins for llama.cpp programs that misbehave in one way each, and copies of real engines."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -63,8 +62,3 @@ else:
 ALL_OPTIONS = (
     "--rpc SERVERS\n-ot, --override-tensor X\n--repack, -nr, --no-repack\n-fit, --fit [on|off]"
 )
-
-
-def without_path(monkeypatch_environment: dict[str, str]) -> dict[str, str]:
-    """Give an environment in which PATH has the system's folders only."""
-    return {**monkeypatch_environment, "PATH": os.defpath}

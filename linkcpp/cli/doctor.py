@@ -1,0 +1,49 @@
+"""``linkcpp doctor``: what is here, what is missing, what to do about it."""
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.node.selfcheck import Diagnosis, Verdict, examine
+
+app = typer.Typer(
+    help="Look at this machine: what is here, what is missing, what to do.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+
+
+@app.callback(invoke_without_command=True)
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Look at Python, folders, engines, memory, token, network and node agent of this machine.
+
+    Ends with exit code 2 if anything cannot work as it is.
+    """
+    with status_console().status("looking") as status:
+        diagnosis = examine(on_step=lambda step: status.update(f"looking at {escape(step)}"))
+    if as_json:
+        print_json({**diagnosis.model_dump(mode="json"), "has_failure": diagnosis.has_failure})
+    else:
+        _print_diagnosis(diagnosis)
+    if diagnosis.has_failure:
+        raise typer.Exit(2)
+
+
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for item in diagnosis.observations:
+        text = escape(item.detail)
+        if item.hint:
+            text += f"\n[dim]-> {escape(item.hint)}[/]"
+        style = _STYLES[item.verdict]
+        table.add_row(f"[{style}]{item.verdict.value}[/]", escape(item.subject), text)
+    console().print(table)

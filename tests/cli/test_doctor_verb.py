@@ -1,0 +1,117 @@
+"""``linkcpp doctor``: says what is here, what is missing, and what to do about it."""
+
+import http.server
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from linkcpp.cli.doctor import app
+from linkcpp.cluster.token import create_token, token_path
+from linkcpp.common.paths import config_folder
+from linkcpp.engine import binaries
+from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
+from linkcpp.node.selfcheck import Verdict, judge_engines, look_at_agent, look_at_folders
+
+_LOCATION = EngineLocation(llama_server=Path("/e/llama-server"), rpc_server=None, found_by="test")
+_BROKEN = Engine(
+    location=_LOCATION,
+    fingerprint=None,
+    problem=EngineProblem(code="crashed", message="It crashed.", hint="Get another."),
+)
+_GOOD = Engine(location=_LOCATION, fingerprint=None)
+
+
+@pytest.fixture(autouse=True)
+def only_the_stock_engine(
+    stock_engine: EngineLocation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert stock_engine.llama_server is not None
+    monkeypatch.setattr(binaries, "ENGINE_PACKAGES", ())
+    monkeypatch.setattr(binaries, "_usual_places", lambda: iter(()))
+    monkeypatch.setenv("PATH", str(stock_engine.llama_server.parent))
+    monkeypatch.delenv("LINKCPP_ENGINE", raising=False)
+
+
+def _examine() -> tuple[int, dict[str, dict[str, str]]]:
+    result = CliRunner().invoke(app, ["--json"])
+    observations = json.loads(result.stdout)["observations"]
+    return result.exit_code, {item["subject"]: item for item in observations}
+
+
+def test_a_machine_with_engine_and_token_is_fine() -> None:
+    create_token()
+    code, told = _examine()
+    assert code == 0
+    assert told["engine"]["verdict"] == "ok"
+    assert "RPC 4.0.3" in told["engine"]["detail"]
+    assert told["cluster token"]["verdict"] == "ok"
+    assert told["device CPU"]["verdict"] in ("ok", "warn")
+    assert {"Python", "linkcpp", "settings", "state folder", "local network"} <= told.keys()
+
+
+def test_people_get_a_table_with_the_way_out() -> None:
+    result = CliRunner().invoke(app, [], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "This machine has no cluster token." in result.stdout
+    assert "-> `linkcpp token create`" in result.stdout
+
+
+def test_no_engine_is_a_failure_with_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    code, told = _examine()
+    assert code == 2
+    assert told["engine"]["verdict"] == "fail"
+    assert "linkcpp engine install" in told["engine"]["hint"]
+
+
+def test_a_token_that_others_can_read_is_a_failure() -> None:
+    create_token()
+    token_path().chmod(0o644)
+    code, told = _examine()
+    assert code == 2
+    assert told["cluster token"]["verdict"] == "fail"
+    assert "chmod 600" in told["cluster token"]["hint"]
+
+
+def test_broken_settings_are_a_failure_and_the_rest_is_still_looked_at() -> None:
+    config_folder().mkdir(parents=True)
+    (config_folder() / "config.toml").write_text("nonsense = 1\n")
+    code, told = _examine()
+    assert code == 2
+    assert told["settings"]["verdict"] == "fail"
+    assert told["device CPU"]["detail"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_failure(linkcpp_home: Path) -> None:
+    linkcpp_home.write_text("a file where a folder should be")
+    observations = look_at_folders()
+    assert {item.verdict for item in observations} == {Verdict.FAIL}
+    assert all(item.hint for item in observations)
+
+
+def test_a_broken_engine_beside_a_good_one_is_only_a_warning() -> None:
+    assert [item.verdict for item in judge_engines([_BROKEN, _GOOD])] == [
+        Verdict.WARN,
+        Verdict.OK,
+    ]
+    (alone,) = judge_engines([_BROKEN])
+    assert alone.verdict is Verdict.FAIL
+    assert alone.hint == "Get another."
+
+
+async def test_another_program_on_the_agents_port_is_a_warning() -> None:
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        told = await look_at_agent(server.server_address[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert told.verdict is Verdict.WARN
+    assert "another program" in told.detail

