@@ -9,7 +9,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.model.architecture import Architecture
 from linkcpp.model.header import SkippedArray, TensorInfo, Value
 from linkcpp.model.notes import unusual
-from linkcpp.model.parts import open_model
+from linkcpp.model.parts import is_url, open_model
 from linkcpp.model.records import (
     LayerKind,
     LayerRecord,
@@ -53,12 +53,17 @@ def read_inventory(source: str | Path) -> ModelInventory:
     """
     with open_model(source) as files:
         identity = ModelIdentity(
-            source=files.location if len(files.sources) == 1 else files.sources[0].name,
+            source=_lasting_name(files.sources[0].name),
             digest=files.digest,
             file_bytes=files.file_bytes,
             part_count=len(files.sources),
         )
         return build_inventory(identity, files.metadata, files.tensors)
+
+
+def _lasting_name(name: str) -> str:
+    """A name that still leads to the model from another working folder."""
+    return name if is_url(name) else str(Path(name).absolute())
 
 
 def build_inventory(

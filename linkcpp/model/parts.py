@@ -29,7 +29,6 @@ class ModelFiles:
     ``with`` block: it holds the files or connections open.
     """
 
-    location: str
     sources: tuple[ByteSource, ...]
     headers: tuple[Header, ...]
     closer: contextlib.ExitStack
@@ -93,7 +92,7 @@ def open_model(location: str | Path) -> ModelFiles:
             sources.append(source)
         headers = tuple(read_header(source) for source in sources)
         _check_parts(sources, headers)
-        return ModelFiles(text, tuple(sources), headers, stack.pop_all())
+        return ModelFiles(tuple(sources), headers, stack.pop_all())
 
 
 Opener = Callable[[str], ByteSource]
