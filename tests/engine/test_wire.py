@@ -1,9 +1,11 @@
 """The ggml-RPC codec without a server: framing, payloads, graphs, hostile bytes."""
 
 import itertools
+import re
 import struct
 import tracemalloc
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,6 +253,19 @@ def test_a_message_inside_one_feed_is_not_copied() -> None:
     *_, event = RequestParser(DIALECT_7).feed(data)
     assert isinstance(event, Message)
     assert event.payload.obj is data
+
+
+def test_the_documented_example_is_what_is_written() -> None:
+    text = Path(__file__).parents[2].joinpath("docs", "wire.md").read_text()
+    lines = [line for line in text.splitlines() if re.match(r"    [0-9a-f]{2} ", line)][:3]
+    documented = [bytes.fromhex(line.replace("00 x 24", "00" * 24)) for line in lines]
+    version = RpcVersion(major=7, minor=0, patch=0)
+    allocation = messages.ALLOC_BUFFER.build(messages.AllocBuffer(0, 1024))
+    assert documented == [
+        HELLO,
+        encode_answer(messages.build_hello_answer(version)),
+        encode_request(Command.ALLOC_BUFFER, allocation),
+    ]
 
 
 def plain_fnv1a_64(data: bytes) -> int:
