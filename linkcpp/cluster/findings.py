@@ -162,8 +162,11 @@ def _failed(group: list[Probe], coordinator: NodeRecord) -> DiscoveredNode:
 
 
 def _tell_apart(nodes: Sequence[DiscoveredNode]) -> list[DiscoveredNode]:
-    """Add the start of the id to names that several nodes share."""
-    names = [node.name for node in nodes]
+    """Add the start of the id to names that several nodes share.
+
+    Only proven nodes count: a stranger must not be able to rename one.
+    """
+    names = [node.name for node in nodes if node.record is not None]
     return [
         node.model_copy(update={"name": f"{node.name} ({node.record.node_id[:4]})"})
         if node.record is not None and names.count(node.name) > 1
