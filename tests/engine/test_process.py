@@ -151,6 +151,25 @@ async def test_nothing_stays_when_a_keeper_is_killed(
     assert status.detail == "lost its keeper and was ended with it"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+async def test_not_even_a_stubborn_program_outlives_a_killed_keeper(tmp_path: Path) -> None:
+    code = """
+import signal, time
+for number in (signal.SIGHUP, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+print('up')
+time.sleep(600)
+"""
+    process = SupervisedProcess(python(tmp_path, code, ready_pattern="^up"))
+    process.start()
+    await process.wait_ready()
+    pid = process.pid
+    assert pid is not None
+    psutil.Process(psutil.Process(pid).ppid()).kill()
+    await process.wait()
+    wait_gone([pid])
+
+
 async def test_a_killed_program_is_told_and_not_restarted_without_leave(
     stock_engine: EngineLocation, tmp_path: Path
 ) -> None:
