@@ -1,0 +1,152 @@
+"""A ggml-RPC client on a blocking socket, for hot paths: many requests in one write.
+
+Requests are queued as ready bytes and leave together, at the next answer that is waited for or at
+``flush``. Setting up goes through the same object, so that a connection has one owner. Not for
+several threads at once.
+"""
+
+import socket
+import struct
+from collections.abc import Sequence
+
+from linkcpp.engine import wire_messages as messages
+from linkcpp.engine.records import RpcVersion
+from linkcpp.engine.wire import (
+    Buffer,
+    Command,
+    Dialect,
+    WireError,
+    dialect_of,
+    encode_request,
+    request_header,
+)
+
+_ANSWER_SIZE = struct.Struct("<Q")
+# Linux takes at most this many buffers in one call (IOV_MAX).
+_MOST_BUFFERS = 1000
+
+
+class RpcSocket:
+    """One greeted connection to a ggml-RPC server.
+
+    Everything raises ``WireError`` where the server is gone, late, or answers out of protocol; the
+    connection is of no use afterwards.
+    """
+
+    def __init__(self, host: str, port: int, *, timeout_seconds: float = 60.0) -> None:
+        self._address = f"{host}:{port}"
+        self._queue: list[Buffer] = []
+        try:
+            self._socket = socket.create_connection((host, port), timeout_seconds)
+        except OSError as error:
+            raise WireError(f"Cannot connect to {self._address}: {error}.") from error
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self.version: RpcVersion = messages.parse_hello_answer(
+                self.exchange(Command.HELLO, messages.PLAIN_TCP, 4 + len(messages.PLAIN_TCP))
+            )
+            self.dialect: Dialect = dialect_of(self.version)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the connection; the server then frees the buffers of this client."""
+        self._socket.close()
+
+    def queue(self, *parts: Buffer) -> None:
+        """Add bytes of requests to what leaves next."""
+        self._queue.extend(parts)
+
+    def flush(self) -> None:
+        """Send what was queued."""
+        if not self._queue:
+            return
+        parts, self._queue = self._queue, []
+        try:
+            send_all(self._socket, parts)
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def receive(self, size_bytes: int) -> bytearray:
+        """Send what was queued and return the next answer, which must have ``size_bytes``."""
+        self.flush()
+        (announced,) = _ANSWER_SIZE.unpack(self._receive_exactly(_ANSWER_SIZE.size))
+        if announced != size_bytes:
+            raise WireError(
+                f"{self._address} answered with {announced} bytes instead of {size_bytes}."
+            )
+        return self._receive_exactly(size_bytes)
+
+    def exchange(self, command: Command, payload: Buffer, answer_bytes: int) -> bytearray:
+        """Send one request and return its answer."""
+        self.queue(encode_request(command, payload))
+        return self.receive(answer_bytes)
+
+    def call(self, command: Command, payload: Buffer = b"") -> bytearray:
+        """Send a request whose answer, if it has one, is of a fixed size; return the answer."""
+        answer_bytes = self.dialect.answer_bytes.get(command)
+        if answer_bytes is None:
+            self.queue(encode_request(command, payload))
+            return bytearray()
+        return self.exchange(command, payload, answer_bytes)
+
+    def alloc_buffer(self, size_bytes: int) -> tuple[int, int]:
+        """Allocate on device 0 and return the buffer and the address of its first byte.
+
+        Raises:
+            WireError: the server has no such memory.
+        """
+        request = messages.ALLOC_BUFFER.build(messages.AllocBuffer(0, size_bytes))
+        buffer, _ = messages.ALLOCATED_BUFFER.parse(self.call(Command.ALLOC_BUFFER, request))
+        if not buffer:
+            raise WireError(f"{self._address} cannot allocate {size_bytes} bytes.")
+        return buffer, self.buffer_base(buffer)
+
+    def buffer_base(self, buffer: int) -> int:
+        """Return the address of a buffer's first byte."""
+        pointer = messages.BUFFER_POINTER.build(messages.BufferPointer(buffer))
+        return messages.NUMBER.parse(self.call(Command.BUFFER_GET_BASE, pointer)).value
+
+    def free_buffer(self, buffer: int) -> None:
+        """Free a buffer."""
+        self.call(
+            Command.FREE_BUFFER, messages.BUFFER_POINTER.build(messages.BufferPointer(buffer))
+        )
+
+    def set_tensor(self, tensor: bytes, data: Buffer, offset: int = 0) -> None:
+        """Queue a write into a tensor, ``offset`` bytes from its start."""
+        head = messages.build_set_tensor_head(
+            self.dialect, messages.SetTensor(tensor, offset, False)
+        )
+        self.queue(request_header(Command.SET_TENSOR, len(head) + len(data)), head, data)
+
+    def _receive_exactly(self, size_bytes: int) -> bytearray:
+        data = bytearray(size_bytes)
+        view = memoryview(data)
+        have = 0
+        try:
+            while have < size_bytes:
+                count = self._socket.recv_into(view[have:])
+                if not count:
+                    raise WireError(f"{self._address} closed the connection.")
+                have += count
+        except OSError as error:
+            raise self._broken(error) from error
+        return data
+
+    def _broken(self, error: OSError) -> WireError:
+        if isinstance(error, TimeoutError):
+            return WireError(f"{self._address} did not answer in time.")
+        return WireError(f"The connection to {self._address} broke: {error.strerror or error}.")
+
+
+def send_all(connection: socket.socket, parts: Sequence[Buffer]) -> None:
+    """Send buffers as one stream, without joining them."""
+    waiting = [memoryview(part).cast("B") for part in parts if len(part)]
+    while waiting:
+        sent = connection.sendmsg(waiting[:_MOST_BUFFERS])
+        while waiting and sent >= len(waiting[0]):
+            sent -= len(waiting.pop(0))
+        if sent:
+            waiting[0] = waiting[0][sent:]

@@ -1,0 +1,172 @@
+"""The expert function on a stock rpc-server: (rows, experts) in, rows out."""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import numpy as np
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.engine.ops import OpTable
+from linkcpp.engine.rpc_socket import RpcSocket
+from linkcpp.engine.wire import Buffer
+from linkcpp.worker.chain import Chain, ChainError, check_chain
+from linkcpp.worker.frames import ErrorCode, FrameError, Numbers, Pairs, Rows
+from linkcpp.worker.plan import (
+    Layout,
+    PlanTarget,
+    Scratch,
+    StepPlan,
+    StepShape,
+    plan_step,
+    scratch_bytes_needed,
+)
+from linkcpp.worker.store import Group, SlabStore
+
+DEFAULT_SCRATCH_BYTES = 64 * 2**20
+_FIRST_SCRATCH_BYTES = 2**20
+_MOST_PLANS = 1024
+_ZEROS = bytes(128)
+
+
+class KeyedChain(NamedTuple):
+    """A chain and a short name for it: equal keys, equal chains."""
+
+    key: Hashable
+    chain: Chain
+
+
+class ExpertCompute:
+    """Computes pairs. Not for several threads at once; it owns its connection.
+
+    ``scratch_bytes`` bounds what a step may take besides the weights: larger requests are done in
+    several steps, sorted by expert, so that no expert is read twice without need.
+    """
+
+    def __init__(
+        self,
+        rpc: RpcSocket,
+        ops: OpTable,
+        store: SlabStore,
+        *,
+        scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
+    ) -> None:
+        self._rpc = rpc
+        self._ops = ops
+        self._store = store
+        self._most_scratch_bytes = scratch_bytes
+        self._scratch = Scratch(0, 0, 0)
+        self._plans: OrderedDict[tuple[object, ...], StepPlan] = OrderedDict()
+        self._checked: set[tuple[object, ...]] = set()
+        self._last: StepPlan | None = None
+
+    def compute(self, chain: KeyedChain, pairs: Pairs) -> Buffer:
+        """Return the rows of all pairs as f32 bytes, in the order of the pairs.
+
+        The row index must have been checked against the rows.
+
+        Raises:
+            FrameError: an expert is not held, or the chain does not fit its weights.
+            WireError: the rpc-server failed; this object is of no use afterwards.
+        """
+        most = self._most_pairs(chain.chain)
+        if len(pairs.expert_ids) <= min(most, self._store.most_experts):
+            return self._step(chain, pairs)
+        layer, row_index, expert_ids, inputs = pairs
+        result = np.empty((len(expert_ids), chain.chain.output_width), np.float32)
+        order = np.argsort(expert_ids, kind="stable").astype(np.int32)
+        for part in self._parts(order, expert_ids, most):
+            rows, index = np.unique(row_index[part], return_inverse=True)
+            chosen = (inputs[0][rows], *(rest[part] for rest in inputs[1:]))
+            answer = self._step(
+                chain, Pairs(layer, index.astype(np.int32), expert_ids[part], chosen)
+            )
+            result[part] = np.frombuffer(answer, np.float32).reshape(len(part), -1)
+        return result.data.cast("B")
+
+    def _parts(self, order: Numbers, expert_ids: Numbers, most: int) -> list[Numbers]:
+        """Cut pairs, sorted by expert, so that each part fits scratch memory and store."""
+        parts = []
+        start = 0
+        ids = expert_ids[order]
+        ranks = np.cumsum(np.r_[0, ids[1:] != ids[:-1]])
+        while start < len(order):
+            end = min(start + most, len(order))
+            last = ranks[start] + self._store.most_experts
+            end = min(end, int(np.searchsorted(ranks, last)))
+            parts.append(order[start:end])
+            start = end
+        return parts
+
+    def _most_pairs(self, chain: Chain) -> int:
+        overhead = scratch_bytes_needed(chain, 0)
+        return max((self._most_scratch_bytes - overhead) // chain.row_bytes, 1)
+
+    def _step(self, chain: KeyedChain, pairs: Pairs) -> Buffer:
+        layer, row_index, expert_ids, inputs = pairs
+        group, local_ids = self._store.locate(layer, expert_ids)
+        rows, count = len(inputs[0]), len(expert_ids)
+        if rows == 1:
+            layout = Layout.SHARED
+        elif rows == count and bool((row_index == np.arange(count)).all()):
+            layout = Layout.DIRECT
+        else:
+            layout = Layout.GATHERED
+        plan = self._plan(chain, group, StepShape(layout, rows, count))
+        pieces: list[Numbers | Rows] = [local_ids]
+        if layout is Layout.GATHERED:
+            pieces.append(row_index)
+        pieces += inputs
+        self._rpc.queue(plan.set_head)
+        at = 0
+        for offset, piece in zip(plan.input_offsets, pieces, strict=True):
+            self._pad(offset - at)
+            self._rpc.queue(np.ascontiguousarray(piece).data.cast("B"))
+            at = offset + piece.nbytes
+        self._pad(plan.region_bytes - at)
+        self._rpc.queue(plan.rerun if plan is self._last else plan.run)
+        self._last = plan
+        return self._rpc.receive(plan.answer_bytes)
+
+    def _pad(self, size_bytes: int) -> None:
+        if size_bytes:
+            self._rpc.queue(_ZEROS[:size_bytes])
+
+    def _plan(self, keyed: KeyedChain, group: Group, shape: StepShape) -> StepPlan:
+        chain_key, chain = keyed
+        key = (chain_key, group.key, shape)
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._plans.move_to_end(key)
+            return plan
+        if (chain_key, group.key) not in self._checked:
+            try:
+                check_chain(chain, group.shapes)
+            except ChainError as error:
+                raise FrameError(ErrorCode.BAD_CHAIN, error.message) from error
+            self._checked.add((chain_key, group.key))
+        self._make_room(scratch_bytes_needed(chain, max(shape.pairs, shape.rows)))
+        try:
+            plan = plan_step(chain, group.weights, shape, self._target())
+        except LinkcppError as error:
+            raise FrameError(ErrorCode.BAD_CHAIN, str(error)) from error
+        self._plans[key] = plan
+        if len(self._plans) > _MOST_PLANS:
+            self._plans.popitem(last=False)
+        return plan
+
+    def _target(self) -> PlanTarget:
+        return PlanTarget(self._scratch, self._ops, self._rpc.dialect)
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Let the scratch buffer have at least ``size_bytes``; a new one makes all plans stale."""
+        if size_bytes <= self._scratch.size_bytes:
+            return
+        wanted = max(size_bytes, min(2 * self._scratch.size_bytes, self._most_scratch_bytes))
+        wanted = max(wanted, _FIRST_SCRATCH_BYTES)
+        if self._scratch.buffer:
+            self._rpc.free_buffer(self._scratch.buffer)
+        buffer, base = self._rpc.alloc_buffer(wanted)
+        self._scratch = Scratch(buffer, base, wanted)
+        self._plans.clear()
+        self._last = None
