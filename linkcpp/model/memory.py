@@ -1,6 +1,6 @@
 """Bytes that llama.cpp allocates for weights, KV cache and recurrent state: pure functions.
 
-Rules, measured on builds 10068 (RPC 4.0.3) and 11434 (RPC 7.0.0) and equal in both:
+Rules, measured on build 10068 (RPC 4.0.3) and commit 0c1e570 (RPC 7.0.0) and equal in both:
 
 - ``llama_context``: the context of one sequence is padded to 256 cells; with a unified cache all
   sequences share one pool of ``context x parallel`` cells, padded to 256.

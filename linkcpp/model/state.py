@@ -1,7 +1,8 @@
 """What each layer keeps of the past, as llama.cpp's memory modules size it.
 
 Sources: ``llama-hparams.cpp`` (widths, recurrent sizes, window patterns), ``llama-kv-cache*.cpp``
-and ``llama-memory-recurrent.cpp`` of llama.cpp; checked against the logs of builds 10068 and 11434.
+and ``llama-memory-recurrent.cpp`` of llama.cpp; checked against the logs of build 10068
+(RPC 4.0.3) and of commit 0c1e570 (RPC 7.0.0).
 """
 
 from dataclasses import dataclass
