@@ -1,7 +1,10 @@
 """Stand-ins for llama.cpp programs that misbehave in one way each, and copies of real engines."""
 
 import sys
+import time
 from pathlib import Path
+
+import psutil
 
 from linkcpp.engine.records import EngineLocation
 
@@ -37,6 +40,18 @@ def copy_engine(engine: EngineLocation, folder: Path, *, without: str | None = N
             target.write_bytes(path.read_bytes())
             target.chmod(0o755)
     return folder
+
+
+def has_ended(pid: int) -> bool:
+    """Wait a while for a process to end; one that nobody reaped yet has ended too."""
+    for _ in range(500):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def answering_server(path: Path, *, version: str, options: str, otherwise: str = "") -> Path:

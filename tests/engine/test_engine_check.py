@@ -5,7 +5,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 
 from linkcpp.common.errors import LinkcppError
@@ -23,6 +22,7 @@ from tests.engine.find_support import (
     ALL_OPTIONS,
     answering_server,
     copy_engine,
+    has_ended,
     write_program,
     write_shell_program,
 )
@@ -178,6 +178,33 @@ os.kill(os.getpid(), signal.SIGILL)
     assert problem.message.startswith("ggml-rpc-server ")
 
 
+def test_an_rpc_server_that_dies_under_the_load_is_named_and_not_its_client(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    # It greets (HELLO answers 4.0.3), and dies when the real llama-server comes.
+    dying = write_program(
+        tmp_path / "ggml-rpc-server",
+        """
+import socket
+if "--device" in sys.argv:
+    print("  CPU: a processor (1000 MiB, 500 MiB free)")
+    sys.exit(1)
+listener = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
+client, _ = listener.accept()
+client.recv(33, socket.MSG_WAITALL)
+client.sendall((28).to_bytes(8, "little") + bytes([4, 0, 3]) + bytes(25))
+listener.accept()[0].recv(1)
+os.kill(os.getpid(), signal.SIGILL)
+""",
+    )
+    checked = check_engine(stock_engine.model_copy(update={"rpc_server": dying}))
+    assert checked.problem is not None
+    assert checked.problem.code == ProblemCode.ILLEGAL_INSTRUCTION
+    assert checked.problem.message.startswith("ggml-rpc-server ")
+    assert checked.fingerprint is not None
+    assert str(checked.fingerprint.rpc_version) == "4.0.3"
+
+
 def test_a_server_without_rpc_option_is_no_rpc(
     stock_engine: EngineLocation, tmp_path: Path
 ) -> None:
@@ -263,7 +290,19 @@ def test_a_program_that_hangs_is_ended_at_its_deadline(
     with pytest.raises(EngineProblemFound) as found:
         run_program(stock_engine, program, ("--version",), deadline_seconds=1.0)
     assert found.value.problem.code == ProblemCode.TIMED_OUT
-    assert not psutil.pid_exists(int(marker.read_text()))
+    assert has_ended(int(marker.read_text()))
+
+
+def test_what_a_hanging_program_started_is_ended_with_it(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    marker = tmp_path / "pid"
+    program = write_shell_program(
+        tmp_path / "llama-server", f"sleep 600 & printf $! > {marker}; wait"
+    )
+    with pytest.raises(EngineProblemFound):
+        run_program(stock_engine, program, ("--version",), deadline_seconds=1.0)
+    assert has_ended(int(marker.read_text()))
 
 
 def test_a_program_that_never_stops_talking_is_cut_off(
@@ -290,7 +329,7 @@ def test_a_server_that_hangs_in_the_trial_times_out_and_is_ended(
     trial = run_trial(location, location.llama_server, location.rpc_server, limits)
     assert trial.problem is not None
     assert trial.problem.code == ProblemCode.TIMED_OUT
-    assert not psutil.pid_exists(int(marker.read_text()))
+    assert has_ended(int(marker.read_text()))
 
 
 def test_another_protocol_version_is_named_after_a_good_run(
