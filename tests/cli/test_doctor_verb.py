@@ -2,6 +2,10 @@
 
 import http.server
 import json
+import os
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -115,3 +119,40 @@ async def test_another_program_on_the_agents_port_is_a_warning() -> None:
         server.server_close()
     assert told.verdict is Verdict.WARN
     assert "another program" in told.detail
+
+
+def _start_agent() -> tuple[subprocess.Popen[str], int]:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "linkcpp.cli.main", "node"),
+            *("--host", "127.0.0.1", "--port", "0", "--no-mdns"),
+        ],
+        env={**os.environ, "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+            return process, int(found[1])
+    raise AssertionError(f"the node agent ended with {process.wait()}")
+
+
+async def test_a_running_agent_is_found_and_one_with_an_old_token_is_a_failure() -> None:
+    create_token()
+    agent, port = _start_agent()
+    try:
+        told = await look_at_agent(port)
+        create_token(replace=True)
+        told_after_new_token = await look_at_agent(port)
+    finally:
+        agent.terminate()
+        agent.communicate()
+    assert told.verdict is Verdict.OK
+    assert told.detail.startswith("runs as ")
+    assert told_after_new_token.verdict is Verdict.FAIL
+    assert told_after_new_token.hint is not None
+    assert "Restart `linkcpp node`" in told_after_new_token.hint
+    told_after_its_end = await look_at_agent(port)
+    assert told_after_its_end.verdict is Verdict.OK
+    assert told_after_its_end.detail == "does not run here"
