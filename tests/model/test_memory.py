@@ -74,7 +74,7 @@ def test_weights_cache_and_state_are_as_predicted(engine: EngineLocation, name: 
     real = buffer_sizes(engine, path, "-c", "4096", "-np", "1")
     weights = coordinator_weight_bytes(inventory, inventory.layers, holds_output=True)
     assert real.model == {"CPU": [mib(weights)]}
-    assert real.cache == {"CPU": predicted_cache(inventory, context=4096)}
+    assert real.cache.get("CPU", []) == predicted_cache(inventory, context=4096)
     assert real.state.get("CPU", []) == predicted_state(inventory)
 
 

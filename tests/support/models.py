@@ -233,6 +233,60 @@ def gemma3() -> Path:
     return model.finish()
 
 
+@functools.cache
+def lfm2() -> Path:
+    """LFM2: 4 layers, every other a short convolution; tied embeddings."""
+    hidden = 256
+    model = TinyModel(model_folder() / "lfm2.gguf", "lfm2", layers=4, hidden=hidden)
+    model.writer.add_head_count(4)
+    model.key("attention.head_count_kv", [0, 2, 0, 2])
+    model.writer.add_feed_forward_length(512)
+    model.writer.add_rope_freq_base(1e6)
+    model.writer.add_shortconv_l_cache(3)
+    model.embeddings(tied=True, norm="token_embd_norm.weight")
+    for layer in range(4):
+        prefix = f"blk.{layer}."
+        model.ones(f"{prefix}attn_norm.weight", hidden)
+        model.ones(f"{prefix}ffn_norm.weight", hidden)
+        model.dense(prefix, 512)
+        if layer % 2 == 0:
+            model.tensor(f"{prefix}shortconv.conv.weight", hidden, 3)
+            model.tensor(f"{prefix}shortconv.in_proj.weight", 3 * hidden, hidden, quant=Q8_0)
+            model.tensor(f"{prefix}shortconv.out_proj.weight", hidden, hidden, quant=Q8_0)
+            continue
+        model.ones(f"{prefix}attn_q_norm.weight", 64)
+        model.ones(f"{prefix}attn_k_norm.weight", 64)
+        model.attention(prefix, query=256, key=128)
+    return model.finish()
+
+
+@functools.cache
+def mamba() -> Path:
+    """Mamba: 3 layers, all recurrent, no KV cache at all."""
+    hidden, inner, state, rank = 256, 512, 16, 16
+    model = TinyModel(model_folder() / "mamba.gguf", "mamba", layers=3, hidden=hidden)
+    model.writer.add_head_count(0)
+    model.writer.add_feed_forward_length(0)
+    model.writer.add_ssm_conv_kernel(4)
+    model.writer.add_ssm_inner_size(inner)
+    model.writer.add_ssm_state_size(state)
+    model.writer.add_ssm_time_step_rank(rank)
+    model.embeddings()
+    for layer in range(3):
+        prefix = f"blk.{layer}."
+        model.ones(f"{prefix}attn_norm.weight", hidden)
+        model.tensor(f"{prefix}ssm_in.weight", 2 * inner, hidden, quant=Q8_0)
+        model.tensor(f"{prefix}ssm_conv1d.weight", inner, 4)
+        model.tensor(f"{prefix}ssm_conv1d.bias", inner, scale=0.02)
+        model.tensor(f"{prefix}ssm_x.weight", rank + 2 * state, inner, quant=Q8_0)
+        model.tensor(f"{prefix}ssm_dt.weight", inner, rank)
+        model.tensor(f"{prefix}ssm_dt.bias", inner, scale=0.02)
+        model.add(f"{prefix}ssm_a", -np.ones((inner, state), np.float32))
+        model.ones(f"{prefix}ssm_d", inner)
+        model.tensor(f"{prefix}ssm_out.weight", hidden, inner, quant=Q8_0)
+    return model.finish()
+
+
 TINY_MODELS: dict[str, Callable[[], Path]] = {
     "llama": llama,
     "qwen3moe": qwen3moe,
@@ -240,6 +294,8 @@ TINY_MODELS: dict[str, Callable[[], Path]] = {
     "gpt-oss": gpt_oss,
     "deepseek2": deepseek2,
     "gemma3": gemma3,
+    "lfm2": lfm2,
+    "mamba": mamba,
 }
 
 

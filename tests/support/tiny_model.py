@@ -137,7 +137,7 @@ class TinyModel:
         """Add a norm that changes nothing."""
         self.add(name, np.ones(width, np.float32))
 
-    def embeddings(self, *, tied: bool = False) -> None:
+    def embeddings(self, *, tied: bool = False, norm: str = "output_norm.weight") -> None:
         """Add the token embedding, the output norm and (unless tied) the output head."""
         shape = (self.vocabulary, self.hidden)
         embedding = self.random.standard_normal(shape).astype(np.float32)
@@ -147,7 +147,7 @@ class TinyModel:
         self.add("token_embd.weight", output if tied else embedding)
         if not tied:
             self.add("output.weight", output)
-        self.ones("output_norm.weight", self.hidden)
+        self.ones(norm, self.hidden)
 
     def attention(self, prefix: str, *, query: int, key: int, quant: QuantType = Q8_0) -> None:
         """Add plain attention projections of the given widths."""
