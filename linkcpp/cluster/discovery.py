@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Seq
 
 from linkcpp.cluster.candidates import Candidate, Probe
 from linkcpp.cluster.config import Config, load_config, node_url, parse_node_url
-from linkcpp.cluster.findings import describe_nodes
+from linkcpp.cluster.findings import describe_nodes, nearest_first
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.mdns import browse
 from linkcpp.cluster.measure import this_machine
@@ -268,13 +268,11 @@ class _Search:
         self._tell()
 
     def _nearest_urls(self) -> list[str]:
-        nearest: dict[str, tuple[float, str]] = {}
-        for url, probe in self._probes.items():
-            if probe.record is not None and probe.link is not None:
-                rank = (probe.link.rtt_ms, url)
-                node_id = probe.record.node_id
-                nearest[node_id] = min(rank, nearest.get(node_id, rank))
-        return [url for _, url in nearest.values()]
+        by_id: dict[str, list[Probe]] = {}
+        for probe in self._probes.values():
+            if probe.record is not None:
+                by_id.setdefault(probe.record.node_id, []).append(probe)
+        return [nearest_first(group)[0].candidate.url for group in by_id.values()]
 
     def _tell(self) -> None:
         if self._on_change is not None:

@@ -1,5 +1,6 @@
 """From what was found at each address to the nodes that there are. Pure: no sockets, no clock."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 from linkcpp.cluster.candidates import Finding, Probe
@@ -71,8 +72,25 @@ def _accepts(client: RpcVersion, server: RpcVersion) -> bool:
     )
 
 
+def nearest_first(group: Iterable[Probe]) -> list[Probe]:
+    """Order the addresses of one node: the nearest first, of equally near ones the plainest.
+
+    Round trips within a millisecond or half of the best differ by chance; then IPv4 goes before
+    IPv6, and a link-local address, which has a meaning on one interface only, last.
+    """
+    probes = list(group)
+    best = min((probe.link.rtt_ms for probe in probes if probe.link), default=math.inf)
+
+    def rank(probe: Probe) -> tuple[bool, bool, bool, float]:
+        url = probe.candidate.url
+        rtt_ms = probe.link.rtt_ms if probe.link else math.inf
+        return (rtt_ms > best * 1.5 + 1.0, "[fe80:" in url, "[" in url, rtt_ms)
+
+    return sorted(probes, key=rank)
+
+
 def _proven(group: list[Probe], coordinator: NodeRecord) -> DiscoveredNode:
-    nearest = sorted(group, key=lambda probe: probe.link.rtt_ms if probe.link else float("inf"))
+    nearest = nearest_first(group)
     record = nearest[0].record
     if record is None:
         raise ValueError("a group of proven probes has records")

@@ -53,13 +53,25 @@ def test_several_addresses_of_one_node_are_one_entry_with_the_nearest_first() ->
     record = node_record()
     node = only(
         answered(advert("10.0.0.5"), record, 3.0),
-        answered(advert("fe80::1%eth0"), record, 1.0),
+        answered(advert("[fe80::1%eth0]"), record, 1.0),
         answered(named("10.0.0.5"), record, 3.0),
     )
-    assert node.urls == ("http://fe80::1%eth0:8716", "http://10.0.0.5:8716")
+    assert node.urls == ("http://[fe80::1%eth0]:8716", "http://10.0.0.5:8716")
     assert node.found_by == "--node, mdns"
     assert node.status is NodeStatus.READY
     assert node.reason is None
+
+
+def test_of_addresses_equally_near_the_plainest_goes_first() -> None:
+    record = node_record()
+    node = only(
+        answered(advert("[fe80::1%eth0]"), record, 0.3),
+        answered(advert("[fd00::1]"), record, 0.4),
+        answered(advert("10.0.0.5"), record, 0.9),
+        answered(advert("10.9.0.5"), record, 40.0),
+    )
+    hosts = [url.removeprefix("http://").removesuffix(":8716") for url in node.urls]
+    assert hosts == ["10.0.0.5", "[fd00::1]", "[fe80::1%eth0]", "10.9.0.5"]
 
 
 def test_a_private_address_that_leads_back_to_this_machine_is_not_shown_as_the_other_node() -> None:
