@@ -180,6 +180,9 @@ def _progress() -> Iterator[ProgressReport]:
 
         def report(step: str, done: int | None, total: int | None) -> None:
             if step not in tasks:
+                for earlier in tasks.values():
+                    progress.stop_task(earlier)
+                    progress.update(earlier, total=1, completed=1)
                 tasks[step] = progress.add_task(step, total=None, amount="")
             is_bytes = step in ("download", "unpack")
             amount = "" if done is None else format_bytes(done) if is_bytes else f"{done}/{total}"

@@ -142,7 +142,8 @@ def _usual_places() -> Iterator[tuple[Path, str]]:
         yield Path(prefix, "bin"), "Homebrew" if "brew" in prefix else prefix
         for version in sorted(Path(prefix, "Cellar", "llama.cpp").glob("*"), reverse=True):
             yield version, "Homebrew"
-    if prefix := os.environ.get("PREFIX", ""):
+    # Other tools use this variable too.
+    if "com.termux" in (prefix := os.environ.get("PREFIX", "")):
         yield Path(prefix, "bin"), "Termux"
     home = Path.home()
     yield home / "llama.cpp", "source tree"
@@ -164,7 +165,7 @@ def _engines_of_package(name: str) -> Iterator[EngineLocation]:
         if _is_program_name(file.name) and ".." not in file.parts
     }
     for folder in sorted(folders):
-        yield from _engines_in(folder, f"package {name}")
+        yield from _engines_in(folder, "Python package")
 
 
 def _package_of(program: Path) -> tuple[str | None, str | None]:

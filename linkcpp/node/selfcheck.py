@@ -65,10 +65,9 @@ def examine(*, on_step: Callable[[str], None] = lambda _: None) -> Diagnosis:
     on_step("settings and folders")
     config, settings = _look_at_settings()
     found = [*_look_at_programs(), settings, *look_at_folders()]
-    explicit = config.engine
     engines: list[Engine] = []
     on_step("engines")
-    found += _look_at_engines(explicit, engines, on_step)
+    found += _look_at_engines(engines, on_step)
     on_step("memory")
     chosen = next((engine for engine in engines if engine.problem is None), None)
     found += _look_at_memory(chosen, config)
@@ -148,10 +147,10 @@ def _try_to_write(folder: Path) -> None:
 
 
 def _look_at_engines(
-    explicit: Path | None, engines: list[Engine], on_step: Callable[[str], None]
+    engines: list[Engine], on_step: Callable[[str], None]
 ) -> Iterable[Observation]:
     try:
-        named = find_explicit_engine(explicit)
+        named = find_explicit_engine()
         locations = [named] if named else find_engines()
         for location in locations:
             on_step(f"engine {describe(location)}")
