@@ -30,7 +30,12 @@ class WebSource:
     """
 
     def __init__(self, url: str, *, client: httpx.Client | None = None) -> None:
-        self._url = httpx.URL(url)
+        try:
+            self._url = httpx.URL(url)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise LinkcppError(
+                f"{url!r} is no usable address: {error}.", hint="Copy it from your browser."
+            ) from error
         self.name = str(self._url.copy_with(userinfo=b"", query=None, fragment=None))
         self.bytes_read = 0
         self._etag: str | None = None

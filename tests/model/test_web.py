@@ -47,6 +47,9 @@ class Server(http.server.ThreadingHTTPServer):
         self.seen: list[tuple[str, dict[str, str]]] = []
         self.sent_bytes = 0
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that hang up: some tests make them."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
@@ -218,6 +221,12 @@ def test_a_web_page_is_not_taken_for_a_model(server: Server) -> None:
 def test_nobody_at_the_address_is_named(server: Server, tmp_path: Path) -> None:
     with pytest.raises(LinkcppError, match="Cannot read http"):
         read_inventory("http://127.0.0.1:1/model.gguf")
+
+
+@pytest.mark.parametrize("address", ["http://", "http://[::1", "https:///x", "http://a:b/x.gguf"])
+def test_an_address_that_is_none_is_named(address: str) -> None:
+    with pytest.raises(LinkcppError, match=r"no usable address|Cannot read"):
+        read_inventory(address)
 
 
 def test_the_token_is_sent_where_the_user_points(
