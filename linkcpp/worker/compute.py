@@ -39,8 +39,8 @@ class KeyedChain(NamedTuple):
 class ExpertCompute:
     """Computes pairs. Not for several threads at once; it owns its connection.
 
-    ``scratch_bytes`` bounds what a step may take besides the weights: larger requests are done in
-    several steps, sorted by expert, so that no expert is read twice without need.
+    ``scratch_bytes`` is what a step takes besides the weights: larger requests are done in several
+    steps, each expert wholly in one of them; only the rows of a single expert may take more.
     """
 
     def __init__(
@@ -85,17 +85,21 @@ class ExpertCompute:
         return result.data.cast("B")
 
     def _parts(self, order: Numbers, expert_ids: Numbers, most: int) -> list[Numbers]:
-        """Cut pairs, sorted by expert, so that each part fits scratch memory and store."""
+        """Cut pairs, sorted by expert, so that each part fits scratch memory and store.
+
+        The rows of one expert stay together and in order, even where they are more than ``most``:
+        some builds take another kernel, with other last bits, for many rows of an expert.
+        """
+        _, counts = np.unique(expert_ids, return_counts=True)
         parts = []
-        start = 0
-        ids = expert_ids[order]
-        ranks = np.cumsum(np.r_[0, ids[1:] != ids[:-1]])
-        while start < len(order):
-            end = min(start + most, len(order))
-            last = ranks[start] + self._store.most_experts
-            end = min(end, int(np.searchsorted(ranks, last)))
-            parts.append(order[start:end])
-            start = end
+        start = end = experts = 0
+        for count in counts.tolist():
+            if end > start and (end + count - start > most or experts == self._store.most_experts):
+                parts.append(order[start:end])
+                start, experts = end, 0
+            end += count
+            experts += 1
+        parts.append(order[start:end])
         return parts
 
     def _most_pairs(self, chain: Chain) -> int:

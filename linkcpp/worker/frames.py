@@ -99,7 +99,7 @@ class Limits(WireRecord):
 
     frame_bytes: int = 256 * 2**20
     rows: int = 1 << 16
-    pairs: int = 1 << 18
+    pairs: int = 1 << 16
 
 
 class Segment(WireRecord):
@@ -344,18 +344,17 @@ def parse_compute(payload: Buffer, head: ComputeHead, chain: Chain) -> Compute:
 
 
 def pack_rows(
-    request_id: int, rows: Buffer | Rows, shape: tuple[int, int], compute_us: int, kind: DataType
+    rows: Buffer, shape: tuple[int, int], compute_us: int, kind: DataType
 ) -> list[Buffer]:
-    """Write ROWS: ``shape`` is (pairs, width), ``compute_us`` what the engine needed for them."""
-    data: Buffer
-    if kind == DataType.F32 and not isinstance(rows, np.ndarray):
-        data = rows
-    else:
-        values = rows if isinstance(rows, np.ndarray) else np.frombuffer(rows, "<f4")
+    """Write the payload of ROWS, as buffers to be sent one after the other.
+
+    ``rows`` are f32 bytes of ``shape`` (pairs, width); ``compute_us`` is what the engine needed.
+    """
+    data = rows
+    if kind != DataType.F32:
         with np.errstate(over="ignore"):
-            data = np.ascontiguousarray(values, _NUMPY_TYPES[kind]).tobytes()
-    head = _ROWS.pack(*shape, min(compute_us, 0xFFFFFFFF), kind)
-    return [pack_header(FrameType.ROWS, request_id, len(head) + len(data)) + head, data]
+            data = np.frombuffer(rows, "<f4").astype(_NUMPY_TYPES[kind]).tobytes()
+    return [_ROWS.pack(*shape, min(compute_us, 0xFFFFFFFF), kind), data]
 
 
 class RowsAnswer(NamedTuple):

@@ -1,0 +1,165 @@
+"""A worker process: an rpc-server of its own, slabs loaded into it, compute frames answered."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import Record
+from linkcpp.engine.ops import read_op_table
+from linkcpp.engine.process_spec import ProcessState
+from linkcpp.engine.records import EngineLocation
+from linkcpp.engine.rpc_server import LOOPBACK, RunningRpcServer, start_rpc_server
+from linkcpp.engine.rpc_socket import RpcSocket
+from linkcpp.worker.compute import DEFAULT_SCRATCH_BYTES, ExpertCompute
+from linkcpp.worker.frames import Limits, Segment, Welcome
+from linkcpp.worker.service import WorkerService
+from linkcpp.worker.slabs import GgufSlabs, SlabProvider
+from linkcpp.worker.store import LoadedSlabs, Progress
+
+READY_PATTERN = r"^worker ready on 127\.0\.0\.1:(\d+)"
+
+
+class WorkerConfig(Record):
+    """What a worker process is told.
+
+    ``slabs`` is the path or URL of a GGUF file that has the experts; without ``segments`` it holds
+    all that the file has. ``port`` 0 takes a free one.
+    """
+
+    name: str
+    engine: EngineLocation
+    slabs: str
+    segments: tuple[Segment, ...] | None = None
+    token: str
+    log_path: Path
+    port: int = 0
+    device: str = "CPU"
+    threads: int | None = None
+    scratch_bytes: int = DEFAULT_SCRATCH_BYTES
+    limits: Limits = Limits()
+
+
+Announce = Callable[[str], None]
+
+
+def open_slabs(config: WorkerConfig) -> SlabProvider:
+    """Open where the worker's experts come from.
+
+    Raises:
+        LinkcppError: it cannot be read, or lacks experts of the segments.
+    """
+    return GgufSlabs(config.slabs, config.segments)
+
+
+async def run_worker(
+    config: WorkerConfig, announce: Announce, on_progress: Progress | None = None
+) -> None:
+    """Run a worker until SIGTERM or SIGINT; ``announce`` gets a line once it serves.
+
+    Raises:
+        LinkcppError: it cannot start, or its rpc-server failed.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    server = await start_rpc_server(
+        config.engine,
+        device=config.device,
+        log_path=config.log_path,
+        threads=config.threads,
+        on_change=lambda status: stopping.set() if status.state == ProcessState.FAILED else None,
+    )
+    try:
+        loading = asyncio.create_task(asyncio.to_thread(_prepare, config, server.port, on_progress))
+        stop = asyncio.create_task(stopping.wait())
+        await asyncio.wait({loading, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            await server.process.stop()
+            with contextlib.suppress(LinkcppError):
+                await loading
+            return
+        await _serve(config, loading.result(), announce, stop)
+        _check(server)
+    finally:
+        await server.process.stop()
+
+
+def _prepare(config: WorkerConfig, port: int, on_progress: Progress | None) -> WorkerService:
+    rpc = RpcSocket(LOOPBACK, port)
+    with _opened(config) as provider:
+        store = LoadedSlabs(rpc, provider, on_progress)
+        welcome = Welcome(
+            model_digest=provider.model_digest,
+            hidden_size=provider.hidden_size,
+            segments=provider.segments,
+            engine=f"RPC {rpc.version}",
+            limits=config.limits,
+            name=config.name,
+        )
+    ops = read_op_table(config.engine, rpc.version)
+    compute = ExpertCompute(rpc, ops, store, scratch_bytes=config.scratch_bytes)
+    return WorkerService(compute, welcome, config.token)
+
+
+@contextlib.contextmanager
+def _opened(config: WorkerConfig) -> Iterator[SlabProvider]:
+    provider = open_slabs(config)
+    try:
+        yield provider
+    finally:
+        provider.close()
+
+
+async def _serve(
+    config: WorkerConfig, service: WorkerService, announce: Announce, stop: "asyncio.Task[bool]"
+) -> None:
+    try:
+        listener = socket.create_server((LOOPBACK, config.port))
+    except OSError as error:
+        raise LinkcppError(
+            f"Cannot listen on port {config.port}: {error.strerror}.", hint="Choose another port."
+        ) from error
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def serve() -> None:
+        service.serve(listener)
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=serve, daemon=True).start()
+    announce(f"worker ready on {LOOPBACK}:{listener.getsockname()[1]}")
+    ending = asyncio.create_task(ended.wait())
+    await asyncio.wait({stop, ending}, return_when=asyncio.FIRST_COMPLETED)
+    service.stop()
+    await ending
+    if service.failure is not None:
+        raise service.failure
+
+
+def _check(server: RunningRpcServer) -> None:
+    status = server.process.status
+    if status.state == ProcessState.FAILED:
+        raise LinkcppError(
+            f"The worker's rpc-server {status.detail}.",
+            hint=f"Its log: {server.process.spec.log_path}",
+        )
+
+
+def main(arguments: list[str]) -> int:
+    """Run a worker from a file with its configuration as JSON (``python -m linkcpp.worker``)."""
+    try:
+        config = WorkerConfig.model_validate(json.loads(Path(arguments[0]).read_bytes()))
+        asyncio.run(run_worker(config, lambda line: print(line, flush=True)))
+    except LinkcppError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0

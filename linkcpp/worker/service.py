@@ -1,0 +1,229 @@
+"""The worker's listening end: answers compute frames of authenticated peers.
+
+One thread a link; one computation at a time. A peer may lie, stall or die: it loses at most its own
+link. An error of the engine is told to every peer and ends the service.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.engine.rpc_socket import send_all
+from linkcpp.engine.wire import WireError
+from linkcpp.worker.compute import ExpertCompute, KeyedChain
+from linkcpp.worker.frames import (
+    ENDING_CODES,
+    Buffer,
+    ErrorCode,
+    FrameError,
+    FrameType,
+    Header,
+    Limits,
+    Welcome,
+    check_hello,
+    pack_error,
+    pack_header,
+    pack_rows,
+    pack_welcome,
+    parse_chain,
+    parse_compute,
+    parse_compute_head,
+)
+from linkcpp.worker.link import FrameBuffer
+
+_log = logging.getLogger(__name__)
+
+MOST_LINKS = 32
+_MOST_CHAINS = 64
+_HELLO_SECONDS = 5.0
+# A peer that stops in the middle of a frame, or does not read its answers, is cut off after this.
+_STALL_SECONDS = 30.0
+_HELLO_LIMITS = Limits(frame_bytes=1 << 12)
+
+
+class WorkerService:
+    """Serves on a listening socket until ``stop``.
+
+    ``failure`` tells afterwards why it ended by itself, if it did.
+    """
+
+    def __init__(self, compute: ExpertCompute, welcome: Welcome, token: str) -> None:
+        self._compute = compute
+        self._compute_lock = threading.Lock()
+        self._welcome = welcome
+        self._token = token
+        self._links: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._is_stopping = False
+        self._listener: socket.socket | None = None
+        self.failure: LinkcppError | None = None
+        self.pair_count = 0
+        self.compute_seconds = 0.0
+
+    def serve(self, listener: socket.socket) -> None:
+        """Accept links until ``stop`` or a failure of the engine."""
+        self._listener = listener
+        while not self._is_stopping:
+            try:
+                link, _ = listener.accept()
+            except OSError:
+                if self._is_stopping:
+                    break
+                time.sleep(0.05)
+                continue
+            with self._lock:
+                is_full = len(self._links) >= MOST_LINKS
+                if not is_full:
+                    self._links.add(link)
+            if is_full:
+                _refuse(link)
+                continue
+            threading.Thread(target=self._run_link, args=(link,), daemon=True).start()
+
+    def stop(self) -> None:
+        """End every link and the service; may be called from any thread and more than once."""
+        self._is_stopping = True
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+
+    def _run_link(self, link: socket.socket) -> None:
+        try:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _Link(self, link, self._welcome, self._token).run()
+        except (OSError, EOFError):
+            pass
+        except Exception:
+            _log.exception("a link ended by a defect")
+        finally:
+            with self._lock:
+                self._links.discard(link)
+            link.close()
+
+    def compute(self, chain: KeyedChain, payload: memoryview, head_limits: Limits) -> list[Buffer]:
+        """Do what a COMPUTE payload asks; return the parts of ROWS without its request id."""
+        head = parse_compute_head(payload, head_limits)
+        request = parse_compute(payload, head, chain.chain)
+        with self._compute_lock:
+            if self.failure is not None:
+                raise FrameError(ErrorCode.ENGINE_FAILED, self.failure.message)
+            began = time.perf_counter()
+            try:
+                rows = self._compute.compute(chain, request.pairs)
+            except WireError as error:
+                self.failure = error
+                self.stop()
+                raise FrameError(ErrorCode.ENGINE_FAILED, error.message) from error
+            seconds = time.perf_counter() - began
+            self.pair_count += head.pair_count
+            self.compute_seconds += seconds
+        shape = (head.pair_count, chain.chain.output_width)
+        return pack_rows(rows, shape, round(seconds * 1e6), request.answer_type)
+
+
+class _Link:
+    """One peer."""
+
+    def __init__(
+        self, service: WorkerService, link: socket.socket, welcome: Welcome, token: str
+    ) -> None:
+        self._service = service
+        self._socket = link
+        self._welcome = welcome
+        self._token = token
+        self._frames = FrameBuffer(_HELLO_LIMITS)
+        self._chains: dict[int, KeyedChain] = {}
+
+    def run(self) -> None:
+        try:
+            self._greet()
+            self._socket.settimeout(_STALL_SECONDS)
+            while True:
+                header, payload = self._receive()
+                self._answer(header, payload)
+        except FrameError as error:
+            self._send([pack_error(0, error.code, error.message)])
+
+    def _greet(self) -> None:
+        # The whole greeting has one deadline, however its bytes trickle in.
+        deadline = time.monotonic() + _HELLO_SECONDS
+        self._socket.settimeout(_HELLO_SECONDS)
+        while (frame := self._frames.next()) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise FrameError(ErrorCode.BAD_TOKEN, "HELLO did not come in time.")
+            self._socket.settimeout(left)
+            self._read_some()
+        check_hello(*frame, self._token)
+        if not self._frames.is_between_frames:
+            raise FrameError(ErrorCode.BAD_FRAMING, "A frame came before WELCOME was sent.")
+        self._send([pack_welcome(self._welcome)])
+        self._frames = FrameBuffer(self._welcome.limits)
+
+    def _read_some(self) -> None:
+        count = self._socket.recv_into(self._frames.space())
+        if not count:
+            raise EOFError
+        self._frames.received(count)
+
+    def _receive(self) -> tuple[Header, memoryview]:
+        while (frame := self._frames.next()) is None:
+            try:
+                self._read_some()
+            except TimeoutError:
+                if not self._frames.is_between_frames:
+                    raise
+        return frame
+
+    def _answer(self, header: Header, payload: memoryview) -> None:
+        try:
+            parts = self._parts(header, payload)
+        except FrameError as error:
+            if error.code in ENDING_CODES:
+                raise
+            parts = [pack_error(header.request_id, error.code, error.message)]
+        self._send(parts)
+
+    def _parts(self, header: Header, payload: memoryview) -> Sequence[Buffer]:
+        number = header.request_id
+        if header.kind == FrameType.COMPUTE:
+            limits = self._welcome.limits
+            chain_id = parse_compute_head(payload, limits).chain_id
+            chain = self._chains.get(chain_id)
+            if chain is None:
+                raise FrameError(ErrorCode.UNKNOWN_CHAIN, f"Chain {chain_id} was not sent.")
+            head, *rest = self._service.compute(chain, payload, limits)
+            size = len(head) + sum(map(len, rest))
+            return [pack_header(FrameType.ROWS, number, size), head, *rest]
+        if header.kind == FrameType.PING:
+            return [pack_header(FrameType.PONG, number, 0)]
+        if header.kind == FrameType.CHAIN:
+            chain_id, found = parse_chain(payload)
+            if len(self._chains) >= _MOST_CHAINS and chain_id not in self._chains:
+                raise FrameError(
+                    ErrorCode.TOO_LARGE, f"A link may have {_MOST_CHAINS} chains, not more."
+                )
+            self._chains[chain_id] = KeyedChain(found.digest(), found)
+            return [pack_header(FrameType.CHAIN_READY, number, 0)]
+        raise FrameError(ErrorCode.BAD_PAYLOAD, f"A worker does not take {header.kind.name}.")
+
+    def _send(self, parts: Sequence[Buffer]) -> None:
+        send_all(self._socket, parts)
+
+
+def _refuse(link: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        link.setblocking(False)
+        text = f"This worker has {MOST_LINKS} links already."
+        link.send(pack_error(0, ErrorCode.TOO_MANY_LINKS, text))
+    link.close()
