@@ -26,8 +26,9 @@ from linkcpp.engine.records import Engine
 DISCOVER_SECONDS = 3.0
 
 # A flood of advertisements must neither exhaust sockets nor keep the user waiting.
-_MOST_URLS = 1024
-_MOST_AT_ONCE = 128
+_MOST_URLS = 512
+_MOST_AT_ONCE = 32
+_MOST_CLAIMS_OF_URL = 16
 _GRACE_SECONDS = PROBE_SECONDS + 0.5
 _LINKS_SECONDS = 10.0
 
@@ -256,14 +257,16 @@ class _Search:
     def _add(self, candidate: Candidate) -> None:
         known = self._candidates.get(candidate.url)
         if known is None:
-            if len(self._candidates) < _MOST_URLS:
+            # What a person names is always asked.
+            if candidate.instance is None or len(self._candidates) < _MOST_URLS:
                 self._candidates[candidate.url] = [candidate]
                 self._start(self._probe(candidate))
-        elif candidate not in known and len(known) < _MOST_AT_ONCE:
+        elif candidate not in known and len(known) < _MOST_CLAIMS_OF_URL:
             known.append(candidate)
 
     async def _probe(self, candidate: Candidate) -> None:
-        async with self._at_once:
+        turn = self._at_once if candidate.instance else contextlib.nullcontext()
+        async with turn:
             self._probes[candidate.url] = await probe_node(candidate, self._token)
         self._tell()
 

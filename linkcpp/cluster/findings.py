@@ -159,7 +159,7 @@ def _failed(group: list[Probe], coordinator: NodeRecord) -> DiscoveredNode:
     )
     same = [probe for probe in group if probe.finding == telling.finding]
     candidate = telling.candidate
-    reason = telling.detail or ""
+    reason = "; ".join(sorted({probe.detail for probe in same if probe.detail}))
     if telling.record is not None:
         who = "this machine" if telling.record.node_id == coordinator.node_id else "another node"
         reason = f"advertised here, but the address is that of {who} ({telling.record.name})"

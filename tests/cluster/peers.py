@@ -67,6 +67,7 @@ class Peer:
         self.node_body: bytes | None = None
         self.stalls = False
         self.tokens_seen: list[str] = []
+        self.challenges_seen: list[str] = []
         self.port = 0
 
     def app(self) -> FastAPI:
@@ -79,6 +80,7 @@ class Peer:
             told = Health(agent_version="0.1.0", node_id=who.node_id, name=who.name)
             if challenge is None:
                 return told
+            self.challenges_seen.append(challenge)
             if self.relay is not None:
                 return await self.relay(challenge)
             address = self.claimed_address or canonical_address(*request.scope["server"])
