@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from linkcpp.engine import wire_messages as messages
+from linkcpp.engine.pieces import SetTensorPieces, get_tensor_pieces
 from linkcpp.engine.wire import (
     TENSOR_BYTES,
     AnswerParser,
@@ -31,6 +32,8 @@ from linkcpp.engine.wire import (
 )
 from linkcpp.engine.wire_tensor import parse_tensors
 
+# Some 50,000 tensors; the server holds a graph about three times over while it takes it in.
+_GRAPH_BYTES = 1 << 24
 _MOST_BUFFERS = 1 << 16
 _MOST_UNANSWERED = 1 << 10
 _BUFFER_OF_TENSOR = struct.Struct("<12xQ")
@@ -74,21 +77,33 @@ class _HeldBuffer:
 
 @dataclass
 class _Owed:
-    """An answer that the client waits for: the server's, or one that the guard gives itself."""
+    """An answer that the client waits for: the server's, or one that the guard gives itself.
+
+    ``whole_bytes`` is what the client asked of a tensor, on the first piece of its answer.
+    """
 
     command: Command
     own_answer: bytes | None = None
     size_bytes: int = 0
     reserved_bytes: int = 0
     tensor: bytes = b""
+    whole_bytes: int | None = None
 
 
 class LinkGuard:
-    """Guards one connection of a client to an rpc-server; ``close`` it with the connection."""
+    """Guards one connection of a client to an rpc-server; ``close`` it with the connection.
 
-    def __init__(self, account: MemoryAccount) -> None:
+    With ``piece_bytes``, longer transfers of a tensor reach the server in pieces of that size
+    (``pieces``), which the client does not notice.
+    """
+
+    def __init__(self, account: MemoryAccount, *, piece_bytes: int | None = None) -> None:
         self._account = account
-        limits = Limits(set_tensor_bytes=account.memory_bytes + TENSOR_BYTES + 16)
+        self._piece_bytes = piece_bytes
+        self._pieces: SetTensorPieces | None = None
+        limits = Limits(
+            set_tensor_bytes=account.memory_bytes + TENSOR_BYTES + 16, graph_bytes=_GRAPH_BYTES
+        )
         self._requests = RequestParser(
             None, limits, streamed=frozenset({Command.SET_TENSOR, Command.GRAPH_COMPUTE})
         )
@@ -109,12 +124,12 @@ class LinkGuard:
         try:
             for event in self._requests.feed(data):
                 match event:
+                    case StreamData() if self._pieces is not None:
+                        flow.to_server.extend(self._pieces.data(event.data))
                     case StreamData():
                         flow.to_server.append(event.data)
                     case StreamStart():
-                        self._begin_stream(event)
-                        size = len(event.head) + event.data_bytes
-                        flow.to_server.extend((request_header(event.command, size), event.head))
+                        flow.to_server.extend(self._begin_stream(event))
                     case Message():
                         self._pass_request(event, flow)
         except WireError as error:
@@ -135,7 +150,8 @@ class LinkGuard:
                         flow.to_client.append(event.data)
                         self._answer_bytes_left -= len(event.data)
                     case StreamStart():
-                        flow.to_client.append(answer_header(event.data_bytes))
+                        if (whole_bytes := self._owed[0].whole_bytes) is not None:
+                            flow.to_client.append(answer_header(whole_bytes))
                         self._answer_bytes_left = event.data_bytes
                     case Message():
                         answer = self._take_answer(self._owed[0], event.payload)
@@ -164,16 +180,22 @@ class LinkGuard:
             raise WireError("HELLO was not answered.")
         return self._requests.dialect
 
-    def _begin_stream(self, start: StreamStart) -> None:
+    def _begin_stream(self, start: StreamStart) -> list[Buffer]:
+        self._pieces = None
         if start.command == Command.GRAPH_COMPUTE:
             self._is_loading = False
             (node_count,) = _NODE_COUNT.unpack(start.head)
             tensors_bytes = start.data_bytes - 4 - 8 * node_count
             if tensors_bytes < 0 or tensors_bytes % TENSOR_BYTES:
                 raise WireError(f"A graph of {node_count} nodes cannot have its size.")
-            return
-        held = self._held(start.head, start.data_bytes)
-        self._count_tensor(held, start.head, start.data_bytes)
+        else:
+            held = self._held(start.head, start.data_bytes)
+            self._count_tensor(held, start.head, start.data_bytes)
+            if self._piece_bytes is not None:
+                self._pieces = SetTensorPieces(self._dialect(), self._piece_bytes)
+                return self._pieces.begin(start.head, start.data_bytes)
+        size = len(start.head) + start.data_bytes
+        return [request_header(start.command, size), start.head]
 
     def _held(self, tensor: Buffer, data_bytes: int = 0) -> _HeldBuffer:
         """Return the buffer of a tensor, which must have room for ``data_bytes``."""
@@ -196,6 +218,9 @@ class LinkGuard:
 
     def _pass_request(self, message: Message, flow: Flow) -> None:
         command, payload = message
+        if command == Command.GET_TENSOR:
+            self._pass_get_tensor(messages.GET_TENSOR.parse(payload), flow)
+            return
         owed = self._owed_for(command, payload)
         if command == Command.HELLO:
             # A transport other than TCP would not pass through here.
@@ -204,12 +229,29 @@ class LinkGuard:
             flow.to_server.append(encode_request(command, payload))
         if owed is None:
             return
-        if len(self._owed) >= _MOST_UNANSWERED:
-            raise WireError(f"More than {_MOST_UNANSWERED} requests wait for answers.")
+        self._check_waiting()
         if owed.own_answer is None:
             self._answers.expect(command, owed.size_bytes)
         self._owed.append(owed)
         self._give_own_answers(flow)
+
+    def _pass_get_tensor(self, request: messages.GetTensor, flow: Flow) -> None:
+        self._held(request.tensor, request.size_bytes)
+        self._check_waiting()
+        whole_bytes: int | None = request.size_bytes
+        for piece in get_tensor_pieces(request, self._piece_bytes or max(1, request.size_bytes)):
+            flow.to_server.append(
+                encode_request(Command.GET_TENSOR, messages.GET_TENSOR.build(piece))
+            )
+            self._answers.expect(Command.GET_TENSOR, piece.size_bytes)
+            self._owed.append(
+                _Owed(Command.GET_TENSOR, size_bytes=piece.size_bytes, whole_bytes=whole_bytes)
+            )
+            whole_bytes = None
+
+    def _check_waiting(self) -> None:
+        if len(self._owed) >= _MOST_UNANSWERED:
+            raise WireError(f"More than {_MOST_UNANSWERED} requests wait for answers.")
 
     def _owed_for(self, command: Command, payload: memoryview) -> _Owed | None:
         """Check a request and return the answer that it will get, if any."""
@@ -217,10 +259,6 @@ class LinkGuard:
             return _Owed(command, size_bytes=4 + len(messages.PLAIN_TCP))
         if command == Command.ALLOC_BUFFER:
             return self._reserve(messages.ALLOC_BUFFER.parse(payload).size_bytes)
-        if command == Command.GET_TENSOR:
-            request = messages.GET_TENSOR.parse(payload)
-            self._held(payload, request.size_bytes)
-            return _Owed(command, size_bytes=request.size_bytes)
         answer_bytes = self._dialect().answer_bytes.get(command)
         owed = None if answer_bytes is None else _Owed(command, size_bytes=answer_bytes)
         match command:

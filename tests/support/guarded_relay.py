@@ -22,13 +22,15 @@ class GuardedRelay:
 
 
 @contextlib.asynccontextmanager
-async def guarded_relay(server_port: int, memory_bytes: int) -> AsyncIterator[GuardedRelay]:
+async def guarded_relay(
+    server_port: int, memory_bytes: int, *, piece_bytes: int | None = None
+) -> AsyncIterator[GuardedRelay]:
     """Relay to the rpc-server at ``server_port``."""
     relay = GuardedRelay(0, MemoryAccount(memory_bytes))
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         relay.link_count += 1
-        guard = LinkGuard(relay.account)
+        guard = LinkGuard(relay.account, piece_bytes=piece_bytes)
         server_reader, server_writer = await asyncio.open_connection("127.0.0.1", server_port)
         relay.writers.append(writer)
 
