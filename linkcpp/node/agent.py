@@ -18,12 +18,9 @@ from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
 from linkcpp.engine.rpc_server import start_rpc_server
 from linkcpp.node.app import create_app
+from linkcpp.node.limits import WORK_BYTES
 from linkcpp.node.servers import ServerManager, resident_bytes
 from linkcpp.node.serving import make_server
-
-# What an rpc-server may need besides its idle self and the buffers that it was asked for: threads,
-# the work space of a mat-mul, one message on its way in and one out.
-WORK_BYTES = 48 * 2**20
 
 _ADVERTISE_SECONDS = 30.0
 

@@ -15,9 +15,10 @@ from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.records import Health, NodeRecord
 from linkcpp.cluster.token import canonical_address, health_proof, is_challenge
 from linkcpp.common.errors import LinkcppError
+from linkcpp.engine.pieces import PIECE_BYTES
 from linkcpp.node.access import AccessControl, FailureLimit, refuse
 from linkcpp.node.bridge import Bridge
-from linkcpp.node.limits import RefusedError
+from linkcpp.node.limits import RefusedError, takes_pieces
 from linkcpp.node.records import (
     EchoAnswer,
     ErrorBody,
@@ -177,7 +178,8 @@ def _add_bridge(app: FastAPI, servers: ServerManager) -> None:
         except RefusedError as error:
             await refuse(websocket.scope, websocket.send, error.status, error.body())
             return
-        link = Bridge(websocket, server.port, server.account)
+        piece_bytes = PIECE_BYTES if takes_pieces(server.request.device) else None
+        link = Bridge(websocket, server.port, server.account, piece_bytes=piece_bytes)
         try:
             await server.run_bridge(link)
         finally:

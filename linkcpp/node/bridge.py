@@ -27,10 +27,18 @@ class Bridge:
     WebSocket with a close code and a reason in words, and touches nothing else.
     """
 
-    def __init__(self, websocket: WebSocket, port: int, account: MemoryAccount) -> None:
+    def __init__(
+        self,
+        websocket: WebSocket,
+        port: int,
+        account: MemoryAccount,
+        *,
+        piece_bytes: int | None,
+    ) -> None:
         self._websocket = websocket
         self._port = port
         self._account = account
+        self._piece_bytes = piece_bytes
         self._link = Link(self._send)
         self._end: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
 
@@ -93,7 +101,7 @@ class Bridge:
                     "the rpc-server takes no connection", BridgeCloseCode.SERVER_FAILED
                 ) from None
             tune_transport(writer.transport)
-            guard = LinkGuard(self._account)
+            guard = LinkGuard(self._account, piece_bytes=self._piece_bytes)
             try:
                 await self._link.carry(reader, writer, guard=guard, awaits_peer=True)
             finally:

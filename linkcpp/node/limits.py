@@ -8,6 +8,13 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.node.records import ErrorBody, ServerRequest
 
+# What an rpc-server may need besides its idle self and the buffers that it was promised: the work
+# space of a mat-mul, the graph, one piece of a tensor on its way in and one out.
+WORK_BYTES = 64 * 2**20
+
+_STACK_BYTES = 8 * 2**20
+_PARTLY_WRITABLE = frozenset({"CPU", "CUDA", "ROCm", "Vulkan", "MTL"})
+
 
 class RefusedError(LinkcppError):
     """A refused call: HTTP ``status`` and the stable ``code`` of its ``ErrorBody``."""
@@ -20,6 +27,24 @@ class RefusedError(LinkcppError):
     def body(self) -> ErrorBody:
         """Give what goes over the wire."""
         return ErrorBody(code=self.code, message=self.message, hint=self.hint)
+
+
+def takes_pieces(device: str) -> bool:
+    """Tell whether a tensor on the device may be written a part at a time.
+
+    Backends that re-arrange a tensor when it is set need the whole of it; of a server on one of
+    those, the machine's memory holds one tensor more while it loads.
+    """
+    return device.rstrip("0123456789") in _PARTLY_WRITABLE
+
+
+def most_data_bytes(request: ServerRequest, idle_data_bytes: int, threads: int) -> int:
+    """Return how much writable memory the system may give to a server in RAM, at the very most.
+
+    ``idle_data_bytes`` is what it has before its first client. Stacks of threads are reserved at
+    their full size and hardly used.
+    """
+    return idle_data_bytes + request.memory_bytes + WORK_BYTES + threads * _STACK_BYTES
 
 
 def promised(servers: Iterable[tuple[str, int, int, int]]) -> dict[str, Promise]:

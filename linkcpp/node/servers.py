@@ -1,7 +1,9 @@
 """The rpc-servers that an agent runs: promised memory, leases, and who uses them."""
 
 import asyncio
+import contextlib
 import logging
+import sys
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -9,7 +11,7 @@ from time import monotonic
 
 import psutil
 
-from linkcpp.cluster.measure import Promise
+from linkcpp.cluster.measure import CPU, Promise
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
@@ -18,7 +20,7 @@ from linkcpp.engine.process import SupervisedProcess, tail_log
 from linkcpp.engine.records import Engine
 from linkcpp.engine.rpc_server import RunningRpcServer, start_rpc_server
 from linkcpp.node.bridge import Bridge
-from linkcpp.node.limits import RefusedError, check_request, promised
+from linkcpp.node.limits import RefusedError, check_request, most_data_bytes, promised
 from linkcpp.node.records import (
     BridgeCloseCode,
     ServerId,
@@ -203,6 +205,8 @@ class ServerManager:
             server.end(ServerState.FAILED, "the start was given up")
             raise
         server.running = running
+        if request.device == CPU:
+            cap_memory(running.process, request, request.threads or self._default_threads)
         if not server.is_alive:  # deleted, or the agent stops, while it started
             await running.process.stop()
             raise RefusedError(409, "server_stopped", f"The rpc-server ended: {server.detail}.")
@@ -308,6 +312,20 @@ class ServerManager:
         for server in ended[: max(0, len(ended) - _REMEMBERED)]:
             del self._servers[server.server_id]
             server.log_path.unlink(missing_ok=True)
+
+
+def cap_memory(process: SupervisedProcess, request: ServerRequest, threads: int) -> None:
+    """Have the system itself hold a server in RAM to its promise, where it can (Linux).
+
+    The guard refuses every allocation beyond the promise; this holds also for what a graph makes
+    the server allocate for itself.
+    """
+    if not sys.platform.startswith("linux") or process.pid is None:
+        return
+    with contextlib.suppress(psutil.Error, OSError):
+        program = psutil.Process(process.pid)
+        most = most_data_bytes(request, program.memory_info().data, threads)
+        program.rlimit(psutil.RLIMIT_DATA, (most, most))
 
 
 def resident_bytes(process: SupervisedProcess) -> int:

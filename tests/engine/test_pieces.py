@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import psutil
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +31,7 @@ from linkcpp.engine.wire_messages import (
 from linkcpp.engine.wire_tensor import empty_tensors
 from tests.engine.test_guard import holding, tensor
 from tests.support.guarded_relay import guarded_relay
+from tests.support.memory import peak_bytes
 
 DIALECTS = st.sampled_from([DIALECT_4, DIALECT_7])
 
@@ -107,15 +107,6 @@ async def test_a_real_server_takes_a_tensor_in_pieces_and_stages_little(
         content = os.urandom(size)
         await client.set_tensor(record.tobytes(), content)
         assert bytes(await client.get_tensor(record.tobytes(), size)) == content
-        peak = _peak_bytes(process.pid)
+        peak = peak_bytes(process.pid)
     await rpc.process.stop()
     assert peak - before < size + 16 * 2**20
-
-
-def _peak_bytes(pid: int) -> int:
-    """The most that a process ever held (Linux)."""
-    status = Path(f"/proc/{pid}/status")
-    if not status.exists():
-        pytest.skip("the peak of a process's memory is read from /proc")
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024

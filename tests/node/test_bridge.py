@@ -30,6 +30,7 @@ from linkcpp.node.records import (
 from linkcpp.node.tunnel import Tunnel
 from tests.node.agents import MEBIBYTE, RunningAgent, agent_process, running_agent
 from tests.node.llama import complete, llama_server, rpc_words, wait_loaded
+from tests.support.memory import peak_bytes
 from tests.support.models import smollm2_path
 
 
@@ -113,14 +114,31 @@ async def test_a_model_beyond_the_promise_is_refused_and_the_memory_stays_below(
             log = tmp_path / "llama.log"
             words = rpc_words([tunnel.endpoint], 31, "1")
             async with llama_server(engine, smollm2_path(), log, *words) as (llama, url):
-                peak = 0
-                loading = asyncio.create_task(wait_loaded(llama, url))
-                while not loading.done():
-                    peak = max(peak, process.memory_info().rss)
-                    await asyncio.sleep(0.01)
-                assert not loading.result()
+                assert not await wait_loaded(llama, url)
             assert tunnel.lost_reason is None
-        assert peak <= promise + node.agent.servers.overhead_bytes
+        assert peak_bytes(process.pid) <= promise + node.agent.servers.overhead_bytes
+
+
+async def test_a_promise_of_just_what_a_model_takes_is_enough_and_is_kept(
+    engine: EngineLocation, tmp_path: Path
+) -> None:
+    async with running_agent(engine) as node:
+        taken = 256 * MEBIBYTE
+        for attempt in range(2):
+            server = await a_server(node, taken)
+            (process,) = _rpc_servers()
+            async with await Tunnel.open(node.client, server.server_id) as tunnel:
+                log = tmp_path / f"llama-{attempt}.log"
+                words = rpc_words([tunnel.endpoint], 31, "1")
+                async with llama_server(engine, smollm2_path(), log, *words) as (llama, url):
+                    assert await wait_loaded(llama, url), log.read_text()[-2000:]
+                    assert await complete(url, tokens=4)
+                    taken = (await node.client.server(server.server_id)).allocated_bytes
+                    keeper = process.parent()
+                    assert keeper is not None
+                    peak = peak_bytes(process.pid) + keeper.memory_info().rss
+            assert peak <= taken + node.agent.servers.overhead_bytes
+            await node.client.delete(server.server_id)
 
 
 async def test_a_client_that_lies_about_sizes_cannot_take_more_than_promised(
