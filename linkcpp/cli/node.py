@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import shutil
 import signal
 import socket
 import sys
@@ -19,7 +18,6 @@ from linkcpp.cluster.limits import usable_cores
 from linkcpp.cluster.measure import cpu_read_rate
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.cluster.token import ensure_token, token_path
-from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes, parse_bytes
 from linkcpp.engine.records import Engine
 from linkcpp.node.agent import AgentOptions, NodeAgent, engine_or_problem, measure_overhead
@@ -163,14 +161,8 @@ def _log_for_people() -> None:
 
 def _unit_command() -> list[str]:
     """Return this very command, without the option that prints the unit."""
-    program = shutil.which(sys.argv[0])
-    if program is None:
-        raise LinkcppError(
-            "The linkcpp program is not where it was started from.",
-            hint="Run it by its full path.",
-        )
     words = [word for word in sys.argv[1:] if word != "--systemd-unit"]
-    return [str(Path(program).resolve()), *words]
+    return [sys.executable, "-m", "linkcpp.cli.main", *words]
 
 
 def _plain(text: str) -> str:

@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 from linkcpp.cluster.identity import Identity
@@ -15,6 +16,8 @@ from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import state_folder
 from linkcpp.engine.check import choose_engine
+from linkcpp.engine.fingerprint import read_devices
+from linkcpp.engine.probe import EngineProblemFound
 from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
 from linkcpp.engine.rpc_server import start_rpc_server
 from linkcpp.node.app import create_app
@@ -23,6 +26,7 @@ from linkcpp.node.servers import ServerManager, resident_bytes
 from linkcpp.node.serving import make_server
 
 _ADVERTISE_SECONDS = 30.0
+_DEVICES_SECONDS = 15.0
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +61,7 @@ class NodeAgent:
         self.identity = identity
         self._engine = engine
         self._options = options
+        self._devices_until = 0.0
         self.servers = ServerManager(
             engine,
             describe=self.describe,
@@ -67,6 +72,7 @@ class NodeAgent:
 
     async def describe(self) -> NodeRecord:
         """Tell what this machine has and offers now."""
+        await self._refresh_devices()
         record = await asyncio.to_thread(
             this_machine,
             self._engine,
@@ -79,6 +85,20 @@ class NodeAgent:
             return record
         kept = tuple(device for device in record.devices if device.name in wanted)
         return record.model_copy(update={"devices": kept})
+
+    async def _refresh_devices(self) -> None:
+        """Ask the engine again what its graphics cards have free, while no server uses them.
+
+        A check of an engine may be days old. Main memory is measured anew for every answer.
+        """
+        has_cards = any(device.name != CPU for device in self._engine.devices)
+        is_fresh = monotonic() < self._devices_until
+        if self._engine.problem is not None or not has_cards or is_fresh or self.servers.promises():
+            return
+        self._devices_until = monotonic() + _DEVICES_SECONDS
+        with contextlib.suppress(EngineProblemFound):
+            devices = await asyncio.to_thread(read_devices, self._engine.location)
+            self._engine = self._engine.model_copy(update={"devices": devices})
 
     def _with_next_overhead(self) -> dict[str, Promise]:
         # Whoever takes the offer starts one more server, which costs this much besides.

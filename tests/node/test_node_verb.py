@@ -1,0 +1,109 @@
+"""``linkcpp node`` as a person meets it."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from linkcpp.cluster.records import NodeRecord
+from linkcpp.common.errors import LinkcppError
+from linkcpp.engine.records import EngineLocation
+from linkcpp.node.agent import engine_or_problem
+from linkcpp.node.client import NodeClient
+from linkcpp.node.service import systemd_unit
+from linkcpp.node.serving import listen
+from tests.node.agents import agent_process
+
+
+def run_node(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "linkcpp.cli.main", "node", "--no-mdns", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_taken_port_is_told_in_one_sentence_with_the_way_out() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run_node("--host", "127.0.0.1", "--port", str(port))
+    assert done.returncode == 2
+    assert f"Port {port} of 127.0.0.1 is taken" in done.stderr
+    assert "--port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--memory", "lots"), "'lots' is not a size"),
+        (("--host", "192.0.2.1", "--port", "0"), "Cannot listen on 192.0.2.1"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_told_in_one_sentence(
+    words: tuple[str, ...], told: str
+) -> None:
+    done = run_node(*words)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+async def test_a_node_whose_engine_does_not_work_runs_and_says_so(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    nothing = tmp_path / "no-engine"
+    nothing.mkdir()
+    async with (
+        agent_process(stock_engine, tmp_path / "node", "--engine", str(nothing)) as agent,
+        NodeClient(agent.url, agent.token) as client,
+    ):
+        record: NodeRecord = await client.node()
+        said = await asyncio.to_thread(agent.output.read_text)
+    assert record.engine_problem is not None
+    assert "engine problem" in said
+    assert "way out" in said
+
+
+def test_an_engine_that_is_not_there_is_a_problem_and_no_crash(tmp_path: Path) -> None:
+    engine = engine_or_problem(tmp_path)
+    assert engine.problem is not None
+    assert engine.problem.hint
+
+
+def test_all_interfaces_means_ipv4_and_ipv6_on_one_port() -> None:
+    sockets = listen(None, 0)
+    ports = {opened.getsockname()[1] for opened in sockets}
+    families = {opened.family for opened in sockets}
+    for opened in sockets:
+        opened.close()
+    assert len(ports) == 1
+    assert socket.AF_INET in families
+
+
+def test_a_port_that_only_ipv4_has_taken_is_refused_too() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        with pytest.raises(LinkcppError, match="is taken"):
+            listen(None, taken.getsockname()[1])
+
+
+def test_the_systemd_unit_runs_this_command_with_these_settings() -> None:
+    unit = systemd_unit(
+        ["/opt/my tools/linkcpp", "node", "--name", "50% of $HOME"],
+        {"LINKCPP_HOME": "/srv/linkcpp", "SECRET": "hidden"},
+    )
+    assert 'ExecStart="/opt/my tools/linkcpp" node --name "50%% of $$HOME"' in unit
+    assert "Environment=LINKCPP_HOME=/srv/linkcpp" in unit
+    assert "hidden" not in unit
+    assert "RestartPreventExitStatus=2" in unit
+
+
+def test_the_verb_prints_a_unit_for_its_own_options() -> None:
+    done = run_node("--memory", "6GB", "--systemd-unit")
+    assert done.returncode == 0
+    assert "node --no-mdns --memory 6GB" in done.stdout
+    assert "[Service]" in done.stdout
