@@ -82,13 +82,13 @@ def split_graph(graph: Graph, ops: OpTable, owner: Owner) -> list[Part]:
 
 
 def byte_span(tensor: Tensors) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the one after its last."""
+    """Return the addresses of the first byte of a tensor of f32 or i32 and of the one after it."""
     start = int(tensor["data"])
     reach = sum(
         (int(count) - 1) * int(step)
         for count, step in zip(tensor["ne"].tolist(), tensor["nb"].tolist(), strict=True)
     )
-    return start, start + reach + int(tensor["nb"].flat[0])
+    return start, start + reach + 4
 
 
 class _Splitter:

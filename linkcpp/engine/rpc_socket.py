@@ -9,6 +9,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
+from linkcpp.common.errors import LinkcppError
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.records import RpcVersion
 from linkcpp.engine.wire import (
@@ -24,6 +25,10 @@ from linkcpp.engine.wire import (
 _ANSWER_SIZE = struct.Struct("<Q")
 # Linux takes at most this many buffers in one call (IOV_MAX).
 _MOST_BUFFERS = 1000
+
+
+class AllocationError(LinkcppError):
+    """The server has too little memory; the connection is sound."""
 
 
 class RpcSocket:
@@ -95,12 +100,15 @@ class RpcSocket:
         """Allocate on device 0 and return the buffer and the address of its first byte.
 
         Raises:
-            WireError: the server has no such memory.
+            AllocationError: the server has no such memory.
         """
         request = messages.ALLOC_BUFFER.build(messages.AllocBuffer(0, size_bytes))
         buffer, _ = messages.ALLOCATED_BUFFER.parse(self.call(Command.ALLOC_BUFFER, request))
         if not buffer:
-            raise WireError(f"{self._address} cannot allocate {size_bytes} bytes.")
+            raise AllocationError(
+                f"{self._address} cannot allocate {size_bytes} bytes.",
+                hint="Give it less to hold, or a device with more memory.",
+            )
         return buffer, self.buffer_base(buffer)
 
     def buffer_base(self, buffer: int) -> int:

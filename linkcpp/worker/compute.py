@@ -8,7 +8,7 @@ import numpy as np
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.ops import OpTable
-from linkcpp.engine.rpc_socket import RpcSocket
+from linkcpp.engine.rpc_socket import AllocationError, RpcSocket
 from linkcpp.engine.wire import Buffer
 from linkcpp.worker.chain import Chain, ChainError, check_chain
 from linkcpp.worker.frames import ErrorCode, FrameError, Numbers, Pairs, Rows
@@ -34,6 +34,26 @@ class KeyedChain(NamedTuple):
 
     key: Hashable
     chain: Chain
+
+
+def split_by_expert(expert_ids: Numbers, most_pairs: int, most_experts: int) -> list[Numbers]:
+    """Cut pairs into parts of at most so many pairs and experts; return each part's positions.
+
+    The rows of one expert stay together and in order, even where they are more than
+    ``most_pairs``: some builds take another kernel, with other last bits, for many rows.
+    """
+    order = np.argsort(expert_ids, kind="stable").astype(np.int32)
+    _, counts = np.unique(expert_ids, return_counts=True)
+    parts = []
+    start = end = experts = 0
+    for count in counts.tolist():
+        if end > start and (end + count - start > most_pairs or experts == most_experts):
+            parts.append(order[start:end])
+            start, experts = end, 0
+        end += count
+        experts += 1
+    parts.append(order[start:end])
+    return parts
 
 
 class ExpertCompute:
@@ -74,8 +94,7 @@ class ExpertCompute:
             return self._step(chain, pairs)
         layer, row_index, expert_ids, inputs = pairs
         result = np.empty((len(expert_ids), chain.chain.output_width), np.float32)
-        order = np.argsort(expert_ids, kind="stable").astype(np.int32)
-        for part in self._parts(order, expert_ids, most):
+        for part in split_by_expert(expert_ids, most, self._store.most_experts):
             rows, index = np.unique(row_index[part], return_inverse=True)
             chosen = (inputs[0][rows], *(rest[part] for rest in inputs[1:]))
             answer = self._step(
@@ -83,24 +102,6 @@ class ExpertCompute:
             )
             result[part] = np.frombuffer(answer, np.float32).reshape(len(part), -1)
         return result.data.cast("B")
-
-    def _parts(self, order: Numbers, expert_ids: Numbers, most: int) -> list[Numbers]:
-        """Cut pairs, sorted by expert, so that each part fits scratch memory and store.
-
-        The rows of one expert stay together and in order, even where they are more than ``most``:
-        some builds take another kernel, with other last bits, for many rows of an expert.
-        """
-        _, counts = np.unique(expert_ids, return_counts=True)
-        parts = []
-        start = end = experts = 0
-        for count in counts.tolist():
-            if end > start and (end + count - start > most or experts == self._store.most_experts):
-                parts.append(order[start:end])
-                start, experts = end, 0
-            end += count
-            experts += 1
-        parts.append(order[start:end])
-        return parts
 
     def _most_pairs(self, chain: Chain) -> int:
         overhead = scratch_bytes_needed(chain, 0)
@@ -168,9 +169,12 @@ class ExpertCompute:
             return
         wanted = max(size_bytes, min(2 * self._scratch.size_bytes, self._most_scratch_bytes))
         wanted = max(wanted, _FIRST_SCRATCH_BYTES)
-        if self._scratch.buffer:
-            self._rpc.free_buffer(self._scratch.buffer)
-        buffer, base = self._rpc.alloc_buffer(wanted)
-        self._scratch = Scratch(buffer, base, wanted)
         self._plans.clear()
         self._last = None
+        old, self._scratch = self._scratch, Scratch(0, 0, 0)
+        if old.buffer:
+            self._rpc.free_buffer(old.buffer)
+        try:
+            self._scratch = Scratch(*self._rpc.alloc_buffer(wanted), wanted)
+        except AllocationError as error:
+            raise FrameError(ErrorCode.TOO_LARGE, error.message) from error

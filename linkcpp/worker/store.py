@@ -51,7 +51,7 @@ def allocate(rpc: RpcSocket, tensor: ExpertTensor, count: int) -> Weight:
     """Allocate room for ``count`` experts of a tensor.
 
     Raises:
-        WireError: the server has no such memory.
+        AllocationError: the server has no such memory.
     """
     row_bytes = tensor.kind.row_bytes(tensor.width)
     ne = (tensor.width, tensor.rows, count, 1) if tensor.rows else (tensor.width, count, 1, 1)
@@ -106,7 +106,7 @@ class LoadedSlabs:
     """All experts of a provider's segments, loaded once; a weight tensor for each layer and part.
 
     Raises:
-        WireError: the server has too little memory.
+        AllocationError: the server has too little memory.
         LinkcppError: the slabs cannot be read.
     """
 

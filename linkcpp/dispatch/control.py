@@ -1,0 +1,146 @@
+"""Status and control of a running virtual device, over HTTP on loopback with a bearer token."""
+
+import hmac
+
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import WireRecord
+from linkcpp.dispatch.device import VirtualDevice
+from linkcpp.dispatch.holders import Holder, WorkerAddress
+from linkcpp.dispatch.swarm import Swarm
+from linkcpp.engine.rpc_server import LOOPBACK
+from linkcpp.worker.frames import Segment
+
+
+class WorkerStatus(WireRecord):
+    """One worker. Times are means over all its answers; bytes count both directions' payloads."""
+
+    name: str
+    state: str
+    detail: str
+    segments: tuple[Segment, ...]
+    pair_count: int
+    request_count: int
+    sent_bytes: int
+    received_bytes: int
+    failure_count: int
+    mean_wait_ms: float
+    mean_compute_ms: float
+
+
+class FallbackStatus(WireRecord):
+    """The local fallback: ``loaded_count`` experts were read from the model so far."""
+
+    pair_count: int
+    loaded_count: int
+    failure: str | None
+
+
+class DispatchStatus(WireRecord):
+    """What the virtual device did since it started.
+
+    ``missing_expert_count`` units (layer, expert) are with no worker that is up. Rows of
+    ``failed_pair_count`` pairs were NaN, since nobody could compute them.
+    """
+
+    workers: tuple[WorkerStatus, ...]
+    fallback: FallbackStatus | None
+    missing_expert_count: int
+    graph_count: int
+    compiled_count: int
+    client_count: int
+    dropped_bytes: int
+    call_count: int
+    pair_count: int
+    rerouted_pair_count: int
+    failed_pair_count: int
+    late_count: int
+    nonsense_count: int
+    read_seconds: float
+    swarm_seconds: float
+
+
+class NewWorker(WireRecord):
+    """A worker to link to from now on."""
+
+    name: str
+    host: str = LOOPBACK
+    port: int
+    token: str
+
+
+def worker_status(holder: Holder) -> WorkerStatus:
+    """Describe a worker as it is now."""
+    requests = max(holder.request_count, 1)
+    return WorkerStatus(
+        name=holder.address.name,
+        state=str(holder.state),
+        detail=holder.detail,
+        segments=holder.welcome.segments if holder.welcome else (),
+        pair_count=holder.pair_count,
+        request_count=holder.request_count,
+        sent_bytes=holder.sent_bytes,
+        received_bytes=holder.received_bytes,
+        failure_count=holder.failure_count,
+        mean_wait_ms=1000 * holder.waited_seconds / requests,
+        mean_compute_ms=1000 * holder.worker_seconds / requests,
+    )
+
+
+def dispatch_status(device: VirtualDevice, swarm: Swarm) -> DispatchStatus:
+    """Describe everything as it is now."""
+    counters, fallback = swarm.counters, swarm.fallback
+    return DispatchStatus(
+        workers=tuple(worker_status(holder) for holder in swarm.holders.all()),
+        fallback=FallbackStatus(
+            pair_count=fallback.pair_count,
+            loaded_count=fallback.loaded_count,
+            failure=fallback.failure,
+        )
+        if fallback
+        else None,
+        missing_expert_count=swarm.missing_experts(),
+        graph_count=device.counters.graph_count,
+        compiled_count=device.counters.compiled_count,
+        client_count=device.counters.client_count,
+        dropped_bytes=device.counters.dropped_bytes,
+        call_count=counters.call_count,
+        pair_count=counters.pair_count,
+        rerouted_pair_count=counters.rerouted_pair_count,
+        failed_pair_count=counters.failed_pair_count,
+        late_count=counters.late_count,
+        nonsense_count=counters.nonsense_count,
+        read_seconds=device.counters.read_seconds,
+        swarm_seconds=device.counters.swarm_seconds,
+    )
+
+
+def build_control(device: VirtualDevice, swarm: Swarm, token: str) -> FastAPI:
+    """Make the HTTP application: GET /status, POST /workers, DELETE /workers/NAME."""
+
+    def authorize(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise HTTPException(401, "The token is missing or wrong.")
+
+    app = FastAPI(dependencies=[Depends(authorize)], openapi_url=None)
+
+    @app.exception_handler(LinkcppError)
+    async def refuse(_: Request, error: LinkcppError) -> JSONResponse:
+        return JSONResponse({"message": error.message, "hint": error.hint}, 409)
+
+    @app.get("/status")
+    def status() -> DispatchStatus:
+        return dispatch_status(device, swarm)
+
+    @app.post("/workers")
+    def add(worker: NewWorker) -> WorkerStatus:
+        return worker_status(swarm.holders.add(WorkerAddress(**worker.model_dump())))
+
+    @app.delete("/workers/{name}")
+    def remove(name: str) -> None:
+        swarm.holders.remove(name)
+
+    return app

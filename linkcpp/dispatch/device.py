@@ -1,0 +1,460 @@
+"""The virtual device: a ggml-RPC server for llama-server, with the experts elsewhere.
+
+One thread a client; requests of all clients are done one read at a time, under one lock, since
+they share the backing server. What llama-server sends is not answered one by one: SETs wait until
+something needs them, and leave together with it in one write.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.dispatch.memory import (
+    RequestError,
+    VirtualMemory,
+    tensor_fields,
+    with_address,
+    without_address,
+)
+from linkcpp.dispatch.program import (
+    BoundCall,
+    Program,
+    compile_program,
+    expert_owner,
+    read_inputs,
+)
+from linkcpp.dispatch.swarm import Job, Swarm
+from linkcpp.engine import wire_messages as messages
+from linkcpp.engine.ops import OpTable
+from linkcpp.engine.rpc_socket import RpcSocket, send_all
+from linkcpp.engine.wire import (
+    Buffer,
+    Command,
+    Event,
+    Limits,
+    Message,
+    RequestParser,
+    WireError,
+    answer_header,
+    encode_answer,
+    encode_request,
+    request_header,
+)
+
+_log = logging.getLogger(__name__)
+
+MOST_CLIENTS = 64
+_READ_BYTES = 1 << 18
+_MOST_PROGRAMS = 4096
+_MOST_RECORDS = 8192
+_MOST_KNOWN = 64
+_STALL_SECONDS = 60.0
+_REPLY_BYTES = 1 << 22
+_LIMITS = Limits(set_tensor_bytes=1 << 30, graph_bytes=1 << 26)
+
+
+@dataclass(slots=True)
+class DeviceCounters:
+    """What happened since the start; seconds are within graphs that have experts."""
+
+    client_count: int = 0
+    graph_count: int = 0
+    compiled_count: int = 0
+    dropped_bytes: int = 0
+    read_seconds: float = 0.0
+    swarm_seconds: float = 0.0
+
+
+class VirtualDevice:
+    """Serves llama-server. ``on_failure`` is called once if the backing server is lost."""
+
+    def __init__(
+        self,
+        backing: RpcSocket,
+        ops: OpTable,
+        swarm: Swarm,
+        on_failure: Callable[[LinkcppError], None],
+    ) -> None:
+        self.backing = backing
+        self.ops = ops
+        self.swarm = swarm
+        self.counters = DeviceCounters()
+        self.lock = threading.Lock()
+        self.failure: LinkcppError | None = None
+        self._on_failure = on_failure
+        zero = messages.DEVICE_INDEX.build(messages.DeviceIndex(0))
+        self.fixed_answers: dict[Command, bytes] = {
+            Command.HELLO: messages.build_hello_answer(backing.version),
+            Command.DEVICE_COUNT: messages.DEVICE_COUNT_ANSWER.build(messages.Number(1)),
+            Command.GET_ALIGNMENT: bytes(backing.call(Command.GET_ALIGNMENT, zero)),
+            Command.GET_MAX_SIZE: bytes(backing.call(Command.GET_MAX_SIZE, zero)),
+        }
+        self._clients: set[socket.socket] = set()
+        self._clients_lock = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._is_stopping = False
+
+    def serve(self, listener: socket.socket) -> None:
+        """Accept clients until ``stop``."""
+        self._listener = listener
+        while not self._is_stopping:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                if self._is_stopping:
+                    break
+                time.sleep(0.05)
+                continue
+            with self._clients_lock:
+                is_full = len(self._clients) >= MOST_CLIENTS
+                if not is_full:
+                    self._clients.add(client)
+            if is_full:
+                client.close()
+                continue
+            self.counters.client_count += 1
+            threading.Thread(target=self._run_client, args=(client,), daemon=True).start()
+
+    def stop(self) -> None:
+        """End every client and the service; may be called from any thread and more than once."""
+        self._is_stopping = True
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        with self._clients_lock:
+            clients = list(self._clients)
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def fail(self, error: LinkcppError) -> None:
+        """Give up: without the backing server nothing can be computed."""
+        if self.failure is None:
+            self.failure = error
+            _log.error("the backing server is lost: %s", error)
+            self._on_failure(error)
+        self.stop()
+
+    def _run_client(self, client: socket.socket) -> None:
+        session = Session(self, client)
+        try:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            session.run()
+        except (OSError, EOFError):
+            pass
+        except RequestError as error:
+            _log.warning("a client was refused: %s", error)
+        except LinkcppError as error:
+            _log.error("a client cannot be served: %s", error)
+        except Exception:
+            _log.exception("a client ended by a defect")
+        finally:
+            session.close()
+            with self._clients_lock:
+                self._clients.discard(client)
+            client.close()
+
+
+class Session:
+    """One client and what it allocated."""
+
+    def __init__(self, device: VirtualDevice, client: socket.socket) -> None:
+        self._device = device
+        self._socket = client
+        self._parser = RequestParser(None, _LIMITS)
+        self._memory = VirtualMemory(device.backing)
+        self._programs: OrderedDict[bytes, Program] = OrderedDict()
+        # Tensor records as they come, and with the backing server's addresses.
+        self._records: dict[bytes, bytes] = {}
+        self._replies: list[Buffer] = []
+        self._reply_bytes = 0
+        self._program: Program | None = None
+        # What this client put where since the last command that is no SET.
+        self._known: dict[int, bytes] = {}
+        self._handlers: dict[Command, Callable[[memoryview], None]] = {
+            Command.HELLO: self._hello,
+            Command.DEVICE_COUNT: lambda _: self._reply(self._fixed(Command.DEVICE_COUNT)),
+            Command.GET_ALIGNMENT: lambda p: self._query(Command.GET_ALIGNMENT, p),
+            Command.GET_MAX_SIZE: lambda p: self._query(Command.GET_MAX_SIZE, p),
+            Command.GET_DEVICE_MEMORY: self._device_memory,
+            Command.ALLOC_BUFFER: self._alloc_buffer,
+            Command.BUFFER_GET_BASE: self._buffer_base,
+            Command.FREE_BUFFER: self._free_buffer,
+            Command.BUFFER_CLEAR: self._clear_buffer,
+            Command.GET_ALLOC_SIZE: self._alloc_size,
+            Command.INIT_TENSOR: self._init_tensor,
+            Command.SET_TENSOR: self._set_tensor,
+            Command.SET_TENSOR_HASH: self._set_tensor_hash,
+            Command.MEMSET_TENSOR: self._memset_tensor,
+            Command.GET_TENSOR: self._get_tensor,
+            Command.COPY_TENSOR: self._copy_tensor,
+            Command.GRAPH_COMPUTE: self._graph_compute,
+            Command.GRAPH_RECOMPUTE: self._graph_recompute,
+        }
+
+    def run(self) -> None:
+        """Serve until the client leaves.
+
+        Raises:
+            OSError: it broke off or stalls.
+            LinkcppError: it asked for what cannot be.
+        """
+        self._socket.settimeout(None)
+        while data := self._socket.recv(_READ_BYTES):
+            events: list[Event] = list(self._events(data))
+            with self._device.lock:
+                if self._device.failure is not None:
+                    return
+                try:
+                    for event in events:
+                        self._handle(event)
+                    self._device.backing.flush()
+                except WireError as error:
+                    self._device.fail(error)
+                    return
+            self._send_replies()
+
+    def _events(self, data: bytes) -> "list[Event]":
+        try:
+            return list(self._parser.feed(data))
+        except WireError as error:
+            raise RequestError(error.message) from error
+
+    def close(self) -> None:
+        """Free what the client allocated."""
+        device = self._device
+        with device.lock:
+            if device.failure is not None:
+                return
+            try:
+                self._memory.free_all()
+                device.backing.flush()
+            except WireError as error:
+                device.fail(error)
+
+    def _handle(self, event: Event) -> None:
+        assert isinstance(event, Message)  # noqa: S101 - nothing is streamed
+        self._handlers[event.command](event.payload)
+        if self._reply_bytes > _REPLY_BYTES:
+            self._send_replies()
+
+    def _reply(self, payload: Buffer) -> None:
+        self._replies += (answer_header(len(payload)), payload)
+        self._reply_bytes += len(payload) + 8
+
+    def _send_replies(self) -> None:
+        if not self._replies:
+            return
+        replies, self._replies, self._reply_bytes = self._replies, [], 0
+        self._socket.settimeout(_STALL_SECONDS)
+        send_all(self._socket, replies)
+        self._socket.settimeout(None)
+
+    def _fixed(self, command: Command) -> bytes:
+        return self._device.fixed_answers[command]
+
+    def _hello(self, _: memoryview) -> None:
+        self._parser.dialect = self._device.backing.dialect
+        self._reply(self._fixed(Command.HELLO))
+
+    def _query(self, command: Command, payload: memoryview) -> None:
+        self._check_device(messages.DEVICE_INDEX.parse(payload).device)
+        self._reply(self._fixed(command))
+
+    def _check_device(self, device: int) -> None:
+        if device:
+            raise RequestError(f"There is no device {device}.")
+
+    def _device_memory(self, payload: memoryview) -> None:
+        self._check_device(messages.DEVICE_INDEX.parse(payload).device)
+        self._reply(self._device.backing.call(Command.GET_DEVICE_MEMORY, payload))
+
+    def _alloc_buffer(self, payload: memoryview) -> None:
+        request = messages.ALLOC_BUFFER.parse(payload)
+        self._check_device(request.device)
+        handle = self._memory.allocate(request.size_bytes)
+        answer = messages.AllocatedBuffer(handle, request.size_bytes)
+        self._reply(messages.ALLOCATED_BUFFER.build(answer))
+
+    def _own(self, payload: memoryview) -> int:
+        handle = messages.BUFFER_POINTER.parse(payload).buffer
+        self._memory.check(handle)
+        return handle
+
+    def _buffer_base(self, payload: memoryview) -> None:
+        self._reply(messages.NUMBER.build(messages.Number(self._own(payload))))
+
+    def _free_buffer(self, payload: memoryview) -> None:
+        handle = self._own(payload)
+        self._known.clear()
+        self._programs.clear()
+        self._records.clear()
+        self._memory.free(handle)
+        self._acknowledge(Command.FREE_BUFFER)
+
+    def _clear_buffer(self, payload: memoryview) -> None:
+        request = messages.BUFFER_CLEAR.parse(payload)
+        self._known.clear()
+        place = self._memory.real(self._own(payload[:8]))
+        real = messages.BUFFER_CLEAR.build(messages.BufferClear(place.buffer, request.value))
+        self._device.backing.call(Command.BUFFER_CLEAR, real)
+        self._acknowledge(Command.BUFFER_CLEAR)
+
+    def _acknowledge(self, command: Command) -> None:
+        """Answer a command that has an (empty) answer in one of the dialects only."""
+        if self._device.backing.dialect.is_answered(command):
+            self._replies.append(encode_answer())
+
+    def _alloc_size(self, payload: memoryview) -> None:
+        request = messages.GET_ALLOC_SIZE.parse(payload)
+        self._check_device(request.device)
+        tensor_fields(request.tensor)
+        real = messages.GET_ALLOC_SIZE.build(
+            messages.GetAllocSize(
+                0, without_address(request.tensor), without_address(request.sources)
+            )
+        )
+        self._reply(self._device.backing.call(Command.GET_ALLOC_SIZE, real))
+
+    def _record(self, record: bytes) -> bytes:
+        """Return a tensor record with the backing server's address, its bounds checked."""
+        real = self._records.get(record)
+        if real is None:
+            fields = tensor_fields(record)
+            if not fields.buffer:
+                raise RequestError("A tensor has no buffer.")
+            real = with_address(record, self._memory.locate(fields))
+            if len(self._records) >= _MOST_RECORDS:
+                self._records.clear()
+            self._records[record] = real
+        return real
+
+    def _init_tensor(self, payload: memoryview) -> None:
+        record = bytes(payload)
+        if not self._is_expert(record, 0):
+            real = self._record(record)
+            self._device.backing.call(Command.INIT_TENSOR, real)
+        self._acknowledge(Command.INIT_TENSOR)
+
+    def _is_expert(self, record: bytes, size_bytes: int) -> bool:
+        """Whether a tensor is an expert's weight, whose bytes are dropped."""
+        fields = tensor_fields(record)
+        if expert_owner(fields.name) is None:
+            return False
+        self._memory.drop(fields.buffer)
+        self._device.counters.dropped_bytes += size_bytes
+        return True
+
+    def _set_tensor(self, payload: memoryview) -> None:
+        dialect = self._device.backing.dialect
+        head = messages.parse_set_tensor_head(dialect, payload)
+        size_bytes = len(payload) - dialect.set_tensor_head_bytes
+        if self._is_expert(head.tensor, size_bytes):
+            return
+        data = bytes(payload[dialect.set_tensor_head_bytes :])
+        fields = tensor_fields(head.tensor)
+        end = head.offset + size_bytes
+        if end > fields.span_bytes:
+            raise RequestError("SET_TENSOR reaches past the end of its tensor.")
+        real = messages.build_set_tensor_head(
+            dialect, messages.SetTensor(self._record(head.tensor), head.offset, False)
+        )
+        self._device.backing.queue(
+            request_header(Command.SET_TENSOR, len(real) + size_bytes), real, data
+        )
+        self._remember(fields.data + head.offset, data)
+
+    def _remember(self, address: int, data: bytes) -> None:
+        """Keep what is at an address; anything that it overlaps is no longer known."""
+        end = address + len(data)
+        for start, old in list(self._known.items()):
+            if start < end and address < start + len(old):
+                del self._known[start]
+        if len(self._known) < _MOST_KNOWN:
+            self._known[address] = data
+
+    def _set_tensor_hash(self, payload: memoryview) -> None:
+        request = messages.TENSOR_HASH.parse(payload)
+        is_expert = self._is_expert(request.tensor, 0)
+        # Of anything else nothing is known by its hash, so it will be sent.
+        self._reply(messages.RESULT.build(messages.Result(int(is_expert))))
+
+    def _memset_tensor(self, payload: memoryview) -> None:
+        request = messages.MEMSET_TENSOR.parse(payload)
+        self._known.clear()
+        if self._is_expert(request.tensor, 0):
+            return
+        if request.offset + request.size_bytes > tensor_fields(request.tensor).span_bytes:
+            raise RequestError("MEMSET_TENSOR reaches past the end of its tensor.")
+        real = messages.MemsetTensor(self._record(request.tensor), *request[1:])
+        self._device.backing.call(Command.MEMSET_TENSOR, messages.MEMSET_TENSOR.build(real))
+
+    def _get_tensor(self, payload: memoryview) -> None:
+        request = messages.GET_TENSOR.parse(payload)
+        if self._is_expert(request.tensor, 0):
+            raise RequestError("The weights of experts cannot be read back.")
+        if request.offset + request.size_bytes > tensor_fields(request.tensor).span_bytes:
+            raise RequestError("GET_TENSOR reaches past the end of its tensor.")
+        real = messages.GetTensor(self._record(request.tensor), request.offset, request.size_bytes)
+        backing = self._device.backing
+        backing.queue(encode_request(Command.GET_TENSOR, messages.GET_TENSOR.build(real)))
+        self._reply(backing.receive(request.size_bytes))
+
+    def _copy_tensor(self, payload: memoryview) -> None:
+        request = messages.COPY_TENSOR.parse(payload)
+        self._known.clear()
+        if self._is_expert(request.source, 0) or self._is_expert(request.destination, 0):
+            raise RequestError("The weights of experts cannot be copied.")
+        real = messages.CopyTensor(self._record(request.source), self._record(request.destination))
+        answer = self._device.backing.call(Command.COPY_TENSOR, messages.COPY_TENSOR.build(real))
+        self._reply(answer)
+
+    def _graph_compute(self, payload: memoryview) -> None:
+        device = self._device
+        key = bytes(payload)
+        program = self._programs.get(key)
+        if program is None:
+            program = compile_program(key, self._memory, device.ops, device.backing.dialect)
+            device.counters.compiled_count += 1
+            self._programs[key] = program
+            if len(self._programs) > _MOST_PROGRAMS:
+                self._programs.popitem(last=False)
+        self._program = program
+        self._run_program(program)
+
+    def _graph_recompute(self, payload: memoryview) -> None:
+        self._check_device(messages.DEVICE_INDEX.parse(payload).device)
+        if self._program is None:
+            raise RequestError("GRAPH_RECOMPUTE came before any graph.")
+        self._run_program(self._program)
+
+    def _run_program(self, program: Program) -> None:
+        known, self._known = self._known, {}
+        self._device.counters.graph_count += 1
+        for step in program:
+            if isinstance(step, BoundCall):
+                self._run_experts(step, known)
+                known = {}
+            else:
+                self._device.backing.queue(step)
+
+    def _run_experts(self, call: BoundCall, known: dict[int, bytes]) -> None:
+        device = self._device
+        began = time.perf_counter()
+        ids, inputs = read_inputs(call, device.backing, known)
+        read = time.perf_counter()
+        job = Job(call.layer, device.swarm.chain_id(call.chain), call.chain, ids, inputs)
+        rows = device.swarm.compute(job)
+        done = time.perf_counter()
+        device.counters.read_seconds += read - began
+        device.counters.swarm_seconds += done - read
+        device.backing.queue(call.store_head, np.ascontiguousarray(rows).data.cast("B"))

@@ -1,0 +1,53 @@
+"""The experts that no worker computes: done here, from the full model, in bounded memory."""
+
+import logging
+
+import numpy as np
+
+from linkcpp.engine.ops import OpTable
+from linkcpp.engine.rpc_socket import RpcSocket
+from linkcpp.engine.wire import WireError
+from linkcpp.worker.compute import ExpertCompute, KeyedChain
+from linkcpp.worker.frames import FrameError, Pairs, Rows
+from linkcpp.worker.slabs import SlabProvider
+from linkcpp.worker.store import CachedSlabs
+
+_log = logging.getLogger(__name__)
+
+
+class Fallback:
+    """Computes pairs on an rpc-server of its own; slabs come when needed, the least used leave.
+
+    Raises:
+        LinkcppError: ``memory_bytes`` is too little for the experts of one layer's token.
+    """
+
+    def __init__(
+        self, rpc: RpcSocket, ops: OpTable, provider: SlabProvider, memory_bytes: int
+    ) -> None:
+        self._store = CachedSlabs(rpc, provider, memory_bytes)
+        self._compute = ExpertCompute(rpc, ops, self._store)
+        self.failure: str | None = None
+        self.pair_count = 0
+
+    @property
+    def loaded_count(self) -> int:
+        """How many experts were brought from the model so far."""
+        return self._store.loaded_count
+
+    def compute(self, chain: KeyedChain, pairs: Pairs) -> Rows | None:
+        """Return one row a pair, or ``None`` where it cannot be done."""
+        if self.failure is not None:
+            return None
+        try:
+            data = self._compute.compute(chain, pairs)
+        except WireError as error:
+            self.failure = error.message
+            _log.error("the fallback failed: %s", error)
+            return None
+        except FrameError as error:
+            _log.error("the fallback cannot compute layer %d: %s", pairs.layer, error)
+            return None
+        count = len(pairs.expert_ids)
+        self.pair_count += count
+        return np.frombuffer(data, np.float32).reshape(count, chain.chain.output_width)

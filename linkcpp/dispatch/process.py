@@ -1,0 +1,188 @@
+"""The dispatching process: a backing rpc-server, the virtual device, links to workers, control."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import Record
+from linkcpp.dispatch.control import build_control
+from linkcpp.dispatch.device import VirtualDevice
+from linkcpp.dispatch.fallback import Fallback
+from linkcpp.dispatch.holders import WorkerAddress
+from linkcpp.dispatch.swarm import Swarm, SwarmOptions
+from linkcpp.engine.ops import read_op_table
+from linkcpp.engine.process_spec import ProcessState, ProcessStatus
+from linkcpp.engine.records import EngineLocation
+from linkcpp.engine.rpc_server import LOOPBACK, RunningRpcServer, start_rpc_server
+from linkcpp.engine.rpc_socket import RpcSocket
+from linkcpp.worker.slabs import GgufSlabs
+
+READY_PATTERN = r"^virtual device ready on 127\.0\.0\.1:(\d+), control on 127\.0\.0\.1:(\d+)"
+
+
+class WorkerEntry(Record):
+    """A worker to link to."""
+
+    name: str
+    host: str = LOOPBACK
+    port: int
+    token: str
+
+
+class DispatchConfig(Record):
+    """What the dispatching process is told.
+
+    ``model`` may be the hollow backbone file: only its header is read, unless
+    ``fallback_model`` (a file that has all experts) is given. Ports 0 are chosen freely.
+    """
+
+    engine: EngineLocation
+    model: str
+    fallback_model: str | None = None
+    fallback_bytes: int = 2 * 2**30
+    check_model_digest: str | None = None
+    workers: tuple[WorkerEntry, ...] = ()
+    device_port: int = 0
+    control_port: int = 0
+    control_token: str
+    log_folder: Path
+    backing_device: str = "CPU"
+    threads: int | None = None
+    deadline_floor_ms: float = 250.0
+    patience_seconds: float = 20.0
+
+
+Announce = Callable[[str], None]
+
+
+class _Dispatch:
+    """One run of the process."""
+
+    def __init__(self, config: DispatchConfig, announce: Announce) -> None:
+        self._config = config
+        self._announce = announce
+        self._stopping = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._servers: list[RunningRpcServer] = []
+        self._failure: LinkcppError | None = None
+
+    async def run(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._stopping.set)
+        try:
+            backing = await self._start_server("backing")
+            fallback = await self._start_server("fallback") if self._config.fallback_model else None
+            await self._serve(backing, fallback)
+        finally:
+            for server in self._servers:
+                await server.process.stop()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _start_server(self, name: str) -> RpcSocket:
+        def watch(status: ProcessStatus) -> None:
+            if status.state == ProcessState.FAILED and name == "backing":
+                self._stop_because(LinkcppError(f"The {name} rpc-server {status.detail}."))
+
+        server = await start_rpc_server(
+            self._config.engine,
+            device=self._config.backing_device if name == "backing" else "CPU",
+            log_path=self._config.log_folder / f"{name}.log",
+            threads=self._config.threads,
+            on_change=watch,
+        )
+        self._servers.append(server)
+        return await asyncio.to_thread(RpcSocket, LOOPBACK, server.port)
+
+    def _stop_because(self, error: LinkcppError) -> None:
+        self._failure = self._failure or error
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+    async def _serve(self, backing: RpcSocket, fallback: RpcSocket | None) -> None:
+        swarm = await asyncio.to_thread(self._build_swarm, backing, fallback)
+        ops = read_op_table(self._config.engine, backing.version)
+        device = VirtualDevice(backing, ops, swarm, self._stop_because)
+        try:
+            for worker in self._config.workers:
+                swarm.holders.add(WorkerAddress(**worker.model_dump()))
+            device_listener = _listen(self._config.device_port)
+            control_listener = _listen(self._config.control_port)
+            threading.Thread(target=device.serve, args=(device_listener,), daemon=True).start()
+            control = uvicorn.Server(
+                uvicorn.Config(
+                    build_control(device, swarm, self._config.control_token),
+                    log_config=None,
+                    access_log=False,
+                    log_level="warning",
+                    lifespan="off",
+                )
+            )
+            control.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+            controlling = asyncio.create_task(control.serve(sockets=[control_listener]))
+            self._announce(
+                f"virtual device ready on {LOOPBACK}:{device_listener.getsockname()[1]}, "
+                f"control on {LOOPBACK}:{control_listener.getsockname()[1]}"
+            )
+            await self._stopping.wait()
+            control.should_exit = True
+            device.stop()
+            await controlling
+        finally:
+            device.stop()
+            await asyncio.to_thread(swarm.close)
+
+    def _build_swarm(self, backing: RpcSocket, fallback: RpcSocket | None) -> Swarm:
+        config = self._config
+        slabs = GgufSlabs(config.model)
+        try:
+            counts = {tensor.layer: tensor.expert_count for tensor in slabs.tensors}
+        finally:
+            slabs.close()
+        local = None
+        if fallback is not None and config.fallback_model is not None:
+            full = GgufSlabs(config.fallback_model)
+            ops = read_op_table(config.engine, fallback.version)
+            local = Fallback(fallback, ops, full, config.fallback_bytes)
+        options = SwarmOptions(config.deadline_floor_ms, config.patience_seconds)
+        return Swarm(counts, config.check_model_digest, local, options)
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        return socket.create_server((LOOPBACK, port))
+    except OSError as error:
+        raise LinkcppError(
+            f"Cannot listen on port {port}: {error.strerror}.", hint="Choose another port."
+        ) from error
+
+
+async def run_dispatch(config: DispatchConfig, announce: Announce) -> None:
+    """Run the virtual device until SIGTERM or SIGINT; ``announce`` gets a line once it serves.
+
+    Raises:
+        LinkcppError: it cannot start, or its backing rpc-server was lost.
+    """
+    await _Dispatch(config, announce).run()
+
+
+def main(arguments: list[str]) -> int:
+    """Run from a file with the configuration as JSON (``python -m linkcpp.dispatch``)."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    try:
+        config = DispatchConfig.model_validate(json.loads(Path(arguments[0]).read_bytes()))
+        asyncio.run(run_dispatch(config, lambda line: print(line, flush=True)))
+    except LinkcppError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0

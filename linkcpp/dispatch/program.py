@@ -1,0 +1,204 @@
+"""A graph of llama-server as ready bytes for the backing server, and calls of experts between."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from linkcpp.dispatch.graph import ExpertCall, Segment, split_graph
+from linkcpp.dispatch.memory import RequestError, VirtualMemory
+from linkcpp.engine import wire_messages as messages
+from linkcpp.engine.ops import OpTable
+from linkcpp.engine.rpc_socket import RpcSocket
+from linkcpp.engine.wire import Command, Dialect, WireError, encode_request, request_header
+from linkcpp.engine.wire_tensor import Graph, Tensors, build_graph, parse_graph
+from linkcpp.worker.chain import Chain
+from linkcpp.worker.plan import I32
+from linkcpp.worker.slabs import expert_tensor_name
+
+Array = npt.NDArray[Any]
+
+
+def expert_owner(name: bytes) -> tuple[int, str] | None:
+    """Tell layer and part of an expert weight by its name, ``None`` for any other tensor."""
+    return expert_tensor_name(name.decode("latin-1"))
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A tensor of f32 or i32 to be read: three dimensions, the first dense.
+
+    ``key`` is where llama-server believes it to be; ``request`` asks the backing server for the
+    ``span_bytes`` from its first to its last element.
+    """
+
+    key: int
+    request: bytes
+    span_bytes: int
+    is_i32: bool
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+
+    def view(self, data: bytes | bytearray | memoryview) -> Array:
+        """Return the elements as (third, second, first dimension)."""
+        kind = np.dtype("<i4") if self.is_i32 else np.dtype("<f4")
+        first, second, third = self.shape
+        step1, step2, step3 = self.strides
+        flat = np.frombuffer(data, kind)
+        if step1 == 4 and step2 == 4 * first and step3 == 4 * first * second:
+            return flat[: first * second * third].reshape(third, second, first)
+        strided = np.lib.stride_tricks.as_strided(
+            flat, (third, second, first), (step3, step2, step1), writeable=False
+        )
+        return np.ascontiguousarray(strided)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundCall:
+    """The experts of a layer between two graphs.
+
+    ``ids`` and ``inputs`` are read before ``between`` runs, those numbered in ``late`` after it
+    (0: ids, k + 1: input k). ``store_head`` with the rows behind it puts the result in its place.
+    """
+
+    layer: int
+    chain: Chain
+    slot_count: int
+    token_count: int
+    ids: Fetch
+    inputs: tuple[Fetch, ...]
+    between: bytes | None
+    late: frozenset[int]
+    store_head: bytes
+
+
+Step = bytes | BoundCall
+
+
+Program = tuple[Step, ...]
+"""What one graph becomes: requests for the backing server, and experts between them."""
+
+
+def compile_program(
+    payload: bytes, memory: VirtualMemory, ops: OpTable, dialect: Dialect
+) -> Program:
+    """Split a GRAPH_COMPUTE payload by owners and bind it to the backing server's memory.
+
+    Raises:
+        AllocationError: the backing server has too little memory.
+        GraphError: its experts cannot be computed elsewhere.
+        RequestError: the payload is no graph, or a tensor lies outside of its buffer.
+    """
+    try:
+        graph = parse_graph(payload)
+    except WireError as error:
+        raise RequestError(error.message) from error
+    if graph.device:
+        raise RequestError(f"There is no device {graph.device}.")
+    steps: list[Step] = []
+    for part in split_graph(graph, ops, expert_owner):
+        if isinstance(part, ExpertCall):
+            # A part of a prompt of which no output is wanted has no rows in the last layer.
+            if part.token_count:
+                steps.append(_bind_call(part, memory, dialect))
+            elif part.between:
+                steps.append(_bind_segment(part.between, memory))
+        else:
+            steps.append(_bind_segment(part, memory))
+    return tuple(steps)
+
+
+def _bind_segment(segment: Segment, memory: VirtualMemory) -> bytes:
+    ids = np.array(segment.node_ids, np.uint64)
+    graph = Graph(0, ids, memory.translate(segment.tensors))
+    return encode_request(Command.GRAPH_COMPUTE, build_graph(graph))
+
+
+def _bind_call(call: ExpertCall, memory: VirtualMemory, dialect: Dialect) -> BoundCall:
+    output = memory.translate(_only(call.output))
+    size_bytes = 4 * int(np.prod(call.output["ne"].astype(np.int64)))
+    if call.output["nb"].tolist()[:3] != _dense_strides(call.output):
+        raise RequestError("The experts' result is not dense.")
+    head = messages.build_set_tensor_head(dialect, messages.SetTensor(output.tobytes(), 0, False))
+    return BoundCall(
+        layer=call.layer,
+        chain=call.chain,
+        slot_count=call.slot_count,
+        token_count=call.token_count,
+        ids=_fetch(call.ids, memory),
+        inputs=tuple(_fetch(tensor, memory) for tensor in call.inputs),
+        between=_bind_segment(call.between, memory) if call.between else None,
+        late=call.late,
+        store_head=request_header(Command.SET_TENSOR, len(head) + size_bytes) + head,
+    )
+
+
+def _only(tensor: Tensors) -> Tensors:
+    """Make the record plain memory: how it is computed is no longer of interest."""
+    plain = np.array([tensor], tensor.dtype)
+    for name in ("op", "op_params", "src", "view_src", "view_offs", "flags"):
+        plain[name] = 0
+    return plain
+
+
+def _dense_strides(tensor: Tensors) -> list[int]:
+    first, second, _, _ = tensor["ne"].tolist()
+    return [4, 4 * first, 4 * first * second]
+
+
+def _fetch(tensor: Tensors, memory: VirtualMemory) -> Fetch:
+    real = memory.translate(_only(tensor))
+    ne, nb = tensor["ne"].tolist(), tensor["nb"].tolist()
+    if ne[3] != 1 or nb[0] != 4:
+        raise RequestError("What the experts read does not lie row by row.")
+    span = 4 + sum((count - 1) * step for count, step in zip(ne, nb, strict=True))
+    # The span of a view may be more than its own elements: ask for it as a flat tensor.
+    flat = real.copy()
+    flat["ne"] = [span // 4, 1, 1, 1]
+    flat["nb"] = [4, span, span, span]
+    request = messages.GET_TENSOR.build(messages.GetTensor(flat.tobytes(), 0, span))
+    return Fetch(
+        key=int(tensor["data"]),
+        request=encode_request(Command.GET_TENSOR, request),
+        span_bytes=span,
+        is_i32=int(tensor["type"]) == I32,
+        shape=(ne[0], ne[1], ne[2]),
+        strides=(nb[0], nb[1], nb[2]),
+    )
+
+
+def read_inputs(
+    call: BoundCall, backing: RpcSocket, known: Mapping[int, bytes]
+) -> tuple[Array, tuple[Array, ...]]:
+    """Get ids (token, slot) and inputs (row, width) of a call, with one round trip at most.
+
+    ``known`` has bytes that llama-server itself put at an address just before, so they need not be
+    asked for.
+    """
+    # ids are (slot, token), a two-dimensional tensor: the view has a leading 1.
+    fetches = [call.ids, *call.inputs]
+    early = [number for number in range(len(fetches)) if number not in call.late]
+    found: dict[int, Array] = {}
+    asked: list[int] = []
+    for number in [*early, None, *sorted(call.late)]:
+        if number is None:
+            if call.between is not None:
+                backing.queue(call.between)
+            continue
+        fetch = fetches[number]
+        data = known.get(fetch.key)
+        if data is not None and len(data) == fetch.span_bytes and number not in call.late:
+            found[number] = fetch.view(data)
+        else:
+            backing.queue(fetch.request)
+            asked.append(number)
+    for number in asked:
+        fetch = fetches[number]
+        found[number] = fetch.view(backing.receive(fetch.span_bytes))
+    ids = found[0].reshape(call.token_count, call.slot_count)
+    inputs = tuple(
+        found[number + 1].reshape(-1, fetch.shape[0]) for number, fetch in enumerate(call.inputs)
+    )
+    return ids, inputs
