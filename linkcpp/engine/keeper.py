@@ -64,34 +64,38 @@ class Log:
 
 
 class Relay:
-    """Output on its way to the supervisor, as far as it reads."""
+    """Output on its way to the supervisor. If that does not read, the oldest lines are lost."""
 
     def __init__(self) -> None:
         os.set_blocking(_RELAY, False)
         self.backlog = bytearray()
-        self._is_cut = False
+        self._is_inside_line = False
         self._is_closed = False
 
     def add(self, data: bytes) -> None:
-        """Queue output, or drop it where too much waits already."""
-        if self._is_closed or len(self.backlog) + len(data) > _BACKLOG_BYTES:
-            self._is_cut = True
+        """Queue output; drop whole lines from the front where too much waits already."""
+        if self._is_closed:
             return
-        if self._is_cut:
-            # What was dropped may have ended in the middle of a line.
-            self.backlog += b"\n"
-            self._is_cut = False
         self.backlog += data
+        if len(self.backlog) > _BACKLOG_BYTES:
+            half = len(self.backlog) - _BACKLOG_BYTES // 2
+            line_end = self.backlog.find(b"\n", half)
+            kept_from = half if line_end < 0 else line_end + 1
+            self.backlog[:kept_from] = b"\n" if self._is_inside_line else b""
 
     def send(self) -> None:
         """Write what the pipe takes now."""
         try:
-            del self.backlog[: os.write(_RELAY, self.backlog)]
+            sent = os.write(_RELAY, self.backlog)
         except BlockingIOError:
-            pass
+            return
         except OSError:
             self._is_closed = True
             self.backlog.clear()
+            return
+        if sent:
+            self._is_inside_line = self.backlog[sent - 1] != ord("\n")
+            del self.backlog[:sent]
 
 
 class Keeper:

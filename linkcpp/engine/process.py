@@ -295,11 +295,15 @@ class SupervisedProcess:
     async def _outlast(self, run: KeptRun, following: "asyncio.Task[None]") -> None:
         """Wait until keeper and program are gone; the keeper has its own time limit for that."""
         limit = self.spec.stop_timeout_seconds + _KEEPER_MARGIN_SECONDS
-        _, late = await asyncio.wait({following}, timeout=limit)
-        if late:
+        try:
+            # Not only ``following``: a loop that is shut down has cancelled that too.
+            await asyncio.wait_for(run.keeper.wait(), limit)
+        except TimeoutError:
             run.keeper.kill()
-            await following
-        following.result()
+            await run.keeper.wait()
+        await asyncio.wait({following})
+        if not following.cancelled():
+            following.result()
 
     def _explain(self, run: KeptRun) -> tuple[str, bool]:
         if run.start_error is not None:

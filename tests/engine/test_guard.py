@@ -420,7 +420,9 @@ async def test_a_limit_that_is_too_small_fails_the_load_and_spares_the_server(
         server.start()
         with pytest.raises(LinkcppError, match="llama-server"):
             await server.wait_ready()
-        assert any("failed to allocate" in line for line in server.recent_lines)
+        # Build 10068 crashes while it cleans up, at times before its log thread has written why.
+        is_crash = "SIGSEGV" in str(server.status.detail)
+        assert is_crash or any("failed to allocate" in line for line in server.recent_lines)
         assert 250_000 < relay.most_allocated_bytes <= limit
         assert relay.account.refused_bytes == 262_144
         assert relay.refusals == []

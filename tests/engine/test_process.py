@@ -358,6 +358,7 @@ async def test_a_blocked_supervisor_does_not_slow_the_program(tmp_path: Path) ->
     code = f"""
 import pathlib
 for i in range(20000): print('x' * 100)
+print('the end')
 pathlib.Path({str(done)!r}).touch()
 """
     process = SupervisedProcess(python(tmp_path, code))
@@ -366,6 +367,9 @@ pathlib.Path({str(done)!r}).touch()
     while not done.exists():
         time.sleep(0.01)  # noqa: ASYNC251 - the event loop is to be blocked
     await process.wait()
+    # What was lost is the oldest, in whole lines: the last words are what explains an end.
+    assert set(process.recent_lines[:-1]) == {"x" * 100}
+    assert process.recent_lines[-1] == "the end"
 
 
 async def test_the_program_gets_its_environment_and_ignores_sigpipe(tmp_path: Path) -> None:
@@ -408,3 +412,14 @@ async def test_a_cancelled_supervisor_leaves_nothing(tmp_path: Path) -> None:
     wait_gone([pid])
     with pytest.raises(LinkcppError, match="no longer supervised"):
         await process.wait_ready()
+
+
+def test_a_loop_that_ends_without_stop_waits_for_the_end_of_its_programs(tmp_path: Path) -> None:
+    async def start_and_leave() -> int:
+        process = SupervisedProcess(python(tmp_path, "import time; time.sleep(600)"))
+        process.start()
+        await process.wait_ready()
+        assert process.pid is not None
+        return process.pid
+
+    assert not psutil.pid_exists(asyncio.run(start_and_leave()))
