@@ -127,7 +127,9 @@ def _urls(host: str | None, port: int) -> list[str]:
 def _announce(record: NodeRecord, urls: list[str]) -> None:
     out = console()
     engine = record.engine.label if record.engine else "none that works"
-    out.print(f"[bold]{_plain(record.name)}[/] is a node: {', '.join(urls)}", soft_wrap=True)
+    out.print(
+        f"[bold]{_plain(record.name)}[/] is a node: {_plain(', '.join(urls))}", soft_wrap=True
+    )
     out.print(f"  engine: {_plain(engine)}", soft_wrap=True)
     for device in record.devices:
         out.print(

@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 
 from linkcpp import __version__
 from linkcpp.cluster.identity import Identity
@@ -132,8 +133,8 @@ def _add_node_routes(app: FastAPI, agent: Agent) -> None:
 
 def _add_server_routes(app: FastAPI, servers: ServerManager) -> None:
     @app.post("/v1/servers", status_code=201, tags=["servers"], summary="Run an rpc-server")
-    async def create(request: ServerRequest) -> ServerRecord:
-        return await servers.create(request)
+    async def create(request: ServerRequest, call: Request) -> ServerRecord:
+        return await servers.create(request, _peer(call))
 
     @app.get("/v1/servers", tags=["servers"], summary="All rpc-servers of this node")
     async def list_all() -> ServerList:
@@ -153,8 +154,8 @@ def _add_server_routes(app: FastAPI, servers: ServerManager) -> None:
         tags=["servers"],
         summary="Stop it; also fine when it is gone",
     )
-    async def delete(server_id: _Id) -> Response:
-        await servers.delete(ServerId(server_id))
+    async def delete(server_id: _Id, call: Request) -> Response:
+        await servers.delete(ServerId(server_id), _peer(call))
         return Response(status_code=204)
 
     @app.get(
@@ -172,18 +173,22 @@ def _add_server_routes(app: FastAPI, servers: ServerManager) -> None:
 def _add_bridge(app: FastAPI, servers: ServerManager) -> None:
     @app.websocket("/v1/servers/{server_id}/bridge")
     async def bridge(websocket: WebSocket, server_id: str) -> None:
-        peer = websocket.client.host if websocket.client else "unknown"
         try:
-            server = servers.claim(ServerId(server_id), peer)
+            server = servers.claim(ServerId(server_id), _peer(websocket))
         except RefusedError as error:
             await refuse(websocket.scope, websocket.send, error.status, error.body())
             return
         piece_bytes = PIECE_BYTES if takes_pieces(server.request.device) else None
         link = Bridge(websocket, server.port, server.account, piece_bytes=piece_bytes)
+        reason = "the agent ended it"
         try:
-            await server.run_bridge(link)
+            reason = await server.run_bridge(link)
         finally:
-            servers.release(server)
+            servers.release(server, reason)
+
+
+def _peer(call: HTTPConnection) -> str:
+    return call.client.host if call.client else "somebody"
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -13,6 +13,7 @@ import psutil
 
 from linkcpp.cluster.measure import CPU, Promise
 from linkcpp.cluster.records import NodeRecord
+from linkcpp.cluster.text import printable
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.guard import MemoryAccount
@@ -177,16 +178,17 @@ class ServerManager:
             )
         return server
 
-    async def create(self, request: ServerRequest) -> ServerRecord:
-        """Start a server and return when it is ready.
+    async def create(self, request: ServerRequest, peer: str) -> ServerRecord:
+        """Start a server for ``peer`` and return when it is ready.
 
         Raises:
             RefusedError: no such device, too little memory, no working engine, or it did not start.
         """
         server = await self._promise(request)
         _log.info(
-            "starting an rpc-server for %s on %s, up to %s",
-            request.deployment,
+            "%s starts an rpc-server for %s on %s, up to %s",
+            peer,
+            printable(request.deployment),
             request.device,
             format_bytes(request.memory_bytes),
         )
@@ -234,13 +236,13 @@ class ServerManager:
         server.renew()
         return server.record()
 
-    async def delete(self, server_id: ServerId) -> None:
+    async def delete(self, server_id: ServerId, peer: str) -> None:
         """End a server and return when its memory is free; fine when it is gone."""
         server = self._servers.get(server_id)
         if server is None:
             return
         if server.is_alive:
-            _log.info("stopping the rpc-server of %s", server.request.deployment)
+            _log.info("%s stops the rpc-server of %s", peer, printable(server.request.deployment))
         await self._end(server, "it was stopped by its owner")
         self._servers.pop(server_id, None)
 
@@ -267,11 +269,13 @@ class ServerManager:
                 hint="Close the other one first, or ask for a server of its own.",
             )
         server.is_claimed = True
-        _log.info("%s uses the rpc-server of %s", peer, server.request.deployment)
+        _log.info("%s uses the rpc-server of %s", peer, printable(server.request.deployment))
         return server
 
-    def release(self, server: ManagedServer) -> None:
-        """Give a server back after its bridge; the lease starts again."""
+    def release(self, server: ManagedServer, reason: str) -> None:
+        """Give a server back when its bridge has ended for ``reason``; the lease starts again."""
+        deployment = printable(server.request.deployment)
+        _log.info("the rpc-server of %s is not used any more: %s", deployment, reason)
         server.is_claimed = False
         server.renew()
 
@@ -299,12 +303,13 @@ class ServerManager:
             if is_idle and monotonic() > server.lease_ends:
                 _log.warning(
                     "nobody renewed the lease of the rpc-server of %s: it ends",
-                    server.request.deployment,
+                    printable(server.request.deployment),
                 )
                 await self._end(server, "its lease ended")
         if server.is_alive:
             reason = exited.result().detail or "it ended"
-            _log.error("the rpc-server of %s ended: %s", server.request.deployment, reason)
+            deployment = printable(server.request.deployment)
+            _log.error("the rpc-server of %s ended: %s", deployment, reason)
             server.end(ServerState.FAILED, reason)
 
     def _forget_old(self) -> None:

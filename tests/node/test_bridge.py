@@ -18,6 +18,7 @@ from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_client import RpcClient
 from linkcpp.engine.wire import Command, WireError, encode_request
 from linkcpp.engine.wire_messages import PLAIN_TCP
+from linkcpp.engine.wire_tensor import empty_tensors
 from linkcpp.node.agent import AgentOptions
 from linkcpp.node.client import NodeClient, NodeRefusedError
 from linkcpp.node.records import (
@@ -266,6 +267,34 @@ async def test_a_server_that_dies_is_reported_with_the_reason_and_not_restarted(
     assert _rpc_servers() == []
     with pytest.raises(NodeRefusedError, match="SIGKILL"):
         await Tunnel.open(node.client, server.server_id)
+
+
+async def test_the_link_lives_while_its_server_reads_nothing(node: RunningAgent) -> None:
+    size = 48 * MEBIBYTE
+    server = await a_server(node, size)
+    (process,) = _rpc_servers()
+    async with (
+        await Tunnel.open(node.client, server.server_id) as tunnel,
+        await RpcClient.connect("127.0.0.1", tunnel.port, timeout_seconds=60) as client,
+    ):
+        buffer = (await client.alloc_buffer(size)).buffer
+        record = empty_tensors(1)
+        record["buffer"], record["data"] = buffer, await client.buffer_base(buffer)
+        record["ne"] = [size // 4, 1, 1, 1]
+        record["nb"] = [4, size, size, size]
+        process.suspend()
+        sending = asyncio.create_task(client.set_tensor(record.tobytes(), bytes(size)))
+        sent = -1
+        while sent != tunnel.sent_bytes:
+            sent = tunnel.sent_bytes
+            # The agent answers pings although what it would pass on has nowhere to go.
+            await (await tunnel._websocket.ping())
+            await asyncio.sleep(0.2)
+        assert sent < size
+        process.resume()
+        await sending
+        assert await client.device_count() == 1
+        assert tunnel.sent_bytes > size
 
 
 async def test_deleting_a_bridged_server_tells_its_client(node: RunningAgent) -> None:
