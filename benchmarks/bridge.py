@@ -20,6 +20,7 @@ from pathlib import Path
 
 import httpx
 
+from linkcpp.cluster.token import load_token
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.rpc_client import RpcClient
 from linkcpp.engine.rpc_server import free_port, start_rpc_server
@@ -73,8 +74,7 @@ async def through_agent(engine: Path | None, total_bytes: int) -> dict[str, floa
                     break
                 except httpx.HTTPError:
                     await asyncio.sleep(0.1)
-        token = Path(os.environ["LINKCPP_HOME"], "config", "token").read_text().strip()
-        async with NodeClient(url, token) as client:
+        async with NodeClient(url, load_token()) as client:
             request = ServerRequest(
                 deployment="benchmark", device="CPU", memory_bytes=2 * PIECE_BYTES, threads=1
             )

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from starlette.websockets import WebSocket, WebSocketState
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.guard import LinkGuard, MemoryAccount
@@ -74,8 +74,9 @@ class Bridge:
                 return result
             if isinstance(result, LinkcppError):
                 return LinkError(str(result), BridgeCloseCode.REFUSED)
+        left = OSError | RuntimeError | WebSocketDisconnect
         for result in results:
-            if isinstance(result, Exception) and not isinstance(result, OSError | RuntimeError):
+            if isinstance(result, Exception) and not isinstance(result, left):
                 _log.error("a bridge ended by a defect", exc_info=result)
                 return LinkError("the node agent met a defect of its own", 1011)
         return None
@@ -117,5 +118,5 @@ class Bridge:
         if self._websocket.client_state is not WebSocketState.CONNECTED:
             return
         reason = error.reason.encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
-        with contextlib.suppress(RuntimeError, OSError):
+        with contextlib.suppress(RuntimeError, OSError, WebSocketDisconnect):
             await self._websocket.close(error.code, reason)

@@ -372,7 +372,9 @@ _FRAMES = st.lists(
 )
 
 
-async def test_no_sequence_of_frames_hurts_the_agent(stock_engine: EngineLocation) -> None:
+async def test_no_sequence_of_frames_hurts_the_agent(
+    stock_engine: EngineLocation, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running_agent(stock_engine) as node:
         server = await a_server(node)
         loop = asyncio.get_running_loop()
@@ -394,6 +396,7 @@ async def test_no_sequence_of_frames_hurts_the_agent(stock_engine: EngineLocatio
             asyncio.run_coroutine_threadsafe(try_frames(frames), loop).result()
 
         await asyncio.to_thread(fuzz)
+    assert "defect" not in caplog.text
 
 
 async def test_killing_the_agent_leaves_no_process(engine: EngineLocation, tmp_path: Path) -> None:
