@@ -29,6 +29,7 @@ class LaunchRequest(Record):
     api_key_file: str | None
     templates_folder: str | None
     node_urls: tuple[str, ...] = ()
+    use_mdns: bool = True
 
 
 class Phase(StrEnum):

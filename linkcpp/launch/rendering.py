@@ -20,7 +20,9 @@ _PLACEMENT_OPTION = re.compile(
     r"(-ngl|--(n-)?gpu-layers|-ts|--tensor-split|-ot|--override-tensor|-dev|--device|--rpc"
     r"|-sm|--split-mode|-mg|--main-gpu|-cmoe|--cpu-moe|-ncmoe|--n-cpu-moe|-fit\w?|--fit(-\w+)?"
     r"|-c|--ctx-size|-np|--parallel|-ctk|--cache-type-k|-ctv|--cache-type-v|-b|--batch-size"
-    r"|-ub|--ubatch-size|-(n?)kvo|--(no-)?kv-offload|-nr|--(no-)?repack|-md|--model-draft)(=.*)?"
+    r"|-ub|--ubatch-size|-(n?)kvo|--(no-)?kv-offload|-nr|--(no-)?repack|-md|--model-draft"
+    r"|-(no-)?kvu|--(no-)?kv-unified|-cram|--cache-ram|-ctxcp|--ctx-checkpoints|-fa|--flash-attn"
+    r")(=.*)?"
 )
 
 

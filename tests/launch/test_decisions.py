@@ -68,7 +68,7 @@ def test_one_missing_piece_is_done_before_everything_behind_it() -> None:
         ({"split_is_proved": False}, Step.PROVE_SPLIT),
         ({"has_answered": False}, Step.ASK),
     ):
-        assert next_step(PLAN, replace(ALL_DONE, **missing)) is step  # type: ignore[arg-type]
+        assert next_step(PLAN, replace(ALL_DONE, **missing)) is step
 
 
 def test_a_plan_for_one_machine_needs_no_node() -> None:

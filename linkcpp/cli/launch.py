@@ -1,0 +1,265 @@
+"""``linkcpp launch``: from a plan to an API that answers."""
+
+import logging
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cluster.config import load_config, parse_node_url
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.units import format_bytes
+from linkcpp.engine.check import choose_engine
+from linkcpp.launch.folder import DeploymentFolder
+from linkcpp.launch.preview import Preview, preview
+from linkcpp.launch.progress import Bar, bars_of
+from linkcpp.launch.records import DeploymentState, LaunchRequest, Phase
+from linkcpp.launch.rendering import systemd_unit
+from linkcpp.launch.start import make_request, prepared, start_detached, states_until_up
+from linkcpp.launch.stopping import stop_deployment
+from linkcpp.launch.supervisor import log_to, run_until_stopped
+from linkcpp.planning.documents import MOST_PLAN_BYTES, parse_plan
+from linkcpp.planning.records import Plan
+
+app = typer.Typer()
+
+# What a service manager must hand over so that the same folders, token and engine are used.
+_ENVIRONMENT = ("LINKCPP_HOME", "LINKCPP_TOKEN_FILE", "LINKCPP_ENGINE", "LINKCPP_TEMPLATES")
+
+
+@app.command()
+def launch(
+    *,
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan of `linkcpp plan`.")],
+    model: Annotated[
+        Path | None, typer.Option("--model", help="The GGUF, if not where it was planned.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="The deployment's name; default: the model's.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Where the API listens; beyond loopback it needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="The API's port; 0: any free one.")
+    ] = 8080,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help="A file with API keys, one a line.")
+    ] = None,
+    node: Annotated[
+        list[str] | None, typer.Option("--node", help="Another address to find the nodes at.")
+    ] = None,
+    no_mdns: Annotated[
+        bool, typer.Option("--no-mdns", help="Do not look for nodes on the local network.")
+    ] = False,
+    templates: Annotated[
+        str | None, typer.Option("--templates", help="Folder of own templates.")
+    ] = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay attached, as a service manager wants it.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print every command and file, and do nothing.")
+    ] = False,
+    unit: Annotated[
+        bool, typer.Option("--systemd-unit", help="Print a unit for this launch, and do nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Start what a plan says, prove that it is so, and print the URL of the API."""
+    request = make_request(
+        _load_plan(plan_file),
+        model=model,
+        name=name,
+        host=host,
+        port=port,
+        api_key_file=api_key_file,
+        templates=templates,
+        node_urls=tuple(parse_node_url(url) for url in node or ()),
+        use_mdns=not no_mdns,
+    )
+    if unit:
+        print(_unit(request, plan_file), end="")
+    elif dry_run:
+        _show_preview(preview(request, program=_program()), as_json=as_json)
+    elif foreground:
+        _run_in_foreground(request)
+    else:
+        _run_detached(request, as_json=as_json)
+
+
+def _load_plan(path: Path) -> Plan:
+    hint = "`linkcpp plan -o FILE` writes one."
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_PLAN_BYTES + 1)
+    except OSError as error:
+        raise LinkcppError(f"Cannot read {path}: {error.strerror}.", hint=hint) from error
+    if len(text) > MOST_PLAN_BYTES:
+        raise LinkcppError(f"{path} is too large to be a plan.", hint=hint)
+    return parse_plan(text, source=str(path))
+
+
+def _run_detached(request: LaunchRequest, *, as_json: bool) -> None:
+    with prepared(request) as (folder, _, lock):
+        supervisor = start_detached(folder, lock)
+    try:
+        state = _show_progress(folder, supervisor)
+    except BaseException:
+        # Ctrl-C among others: what was begun is not left half done.
+        status_console().print("stopping what was started")
+        stop_deployment(folder)
+        supervisor.wait()
+        raise
+    if state.phase is Phase.FAILED:
+        raise LinkcppError(state.detail or "The launch failed.", hint=state.hint)
+    if state.phase is Phase.STOPPED:
+        raise LinkcppError("The deployment was stopped while it started.")
+    if as_json:
+        print_json(state)
+    else:
+        _show_result(state)
+
+
+def _show_progress(
+    folder: DeploymentFolder, supervisor: "subprocess.Popen[bytes]"
+) -> DeploymentState:
+    screen = status_console()
+    said: set[str] = set()
+    with _bars(screen) as progress:
+        tasks: dict[str, TaskID] = {}
+        for state in states_until_up(folder, supervisor):
+            bars = bars_of(state)
+            _update(progress, tasks, bars)
+            # Why it failed is said at the end, with the way out.
+            told = {state.detail} if state.phase is Phase.FAILED else set()
+            news = [n.text for n in state.notices if n.text not in said and n.text not in told]
+            done = [bar.label for bar in bars if bar.is_complete and bar.label not in said]
+            said.update(news, done)
+            # A terminal has the bars; a log file gets a line for each stage that is done.
+            for line in news + ([] if screen.is_terminal else done):
+                progress.console.print(escape(line))
+    return state
+
+
+def _bars(screen: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(finished_text="[green]✓[/]"),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TimeElapsedColumn(),
+        console=screen,
+        disable=not screen.is_terminal,
+    )
+
+
+def _update(progress: Progress, tasks: dict[str, TaskID], bars: list[Bar]) -> None:
+    labels = {bar.label for bar in bars}
+    for gone in [label for label in tasks if label not in labels]:
+        progress.remove_task(tasks.pop(gone))
+    for bar in bars:
+        if bar.label not in tasks:
+            tasks[bar.label] = progress.add_task(escape(bar.label), total=bar.total, amount="")
+        progress.update(tasks[bar.label], completed=bar.done, total=bar.total, amount=_amount(bar))
+
+
+def _amount(bar: Bar) -> str:
+    if bar.is_bytes:
+        return f"{format_bytes(bar.done)} of {format_bytes(bar.total)}"
+    return f"{bar.done} of {bar.total}" if bar.total > 1 else ""
+
+
+def _show_result(state: DeploymentState) -> None:
+    url = state.api_url or ""
+    words = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    body = '{"messages": [{"role": "user", "content": "Hello"}]}'
+    command = shlex.join([*words, "-d", body])
+    if state.api_key_file:
+        # Read by the shell when it is typed, so that the key itself is on no screen.
+        command += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(state.api_key_file)})"'
+    print_plain = console().print
+    print_plain(f"[bold]{escape(state.name)}[/] answers at [bold]{url}/v1[/] (OpenAI API)")
+    print_plain(f"  {command}", markup=False, soft_wrap=True)
+    print_plain(f"  linkcpp status {state.name} | logs {state.name} | stop {state.name}")
+
+
+def _run_in_foreground(request: LaunchRequest) -> None:
+    with prepared(request) as (folder, _, _):
+        log_to(folder)
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logging.getLogger("linkcpp.launch").addHandler(handler)
+        state = run_until_stopped(folder)
+    if state.phase is Phase.FAILED:
+        raise LinkcppError(state.detail or "The deployment failed.", hint=state.hint)
+
+
+def _program() -> str:
+    """Return llama-server's path, or a placeholder where this machine has no engine (yet)."""
+    try:
+        return str(choose_engine(load_config().engine).location.llama_server)
+    except LinkcppError:
+        return "<llama-server>"
+
+
+def _show_preview(plan: Preview, *, as_json: bool) -> None:
+    if as_json:
+        print_json(plan)
+        return
+    screen = console()
+    screen.print(f"[bold]{escape(plan.name)}[/]: what a launch would do; it did nothing.")
+    for server in plan.servers:
+        address = server.urls[0] if server.urls else "<address>"
+        screen.print(
+            f"\n[bold]on {escape(server.node_name)}[/], asked by POST {address}/v1/servers"
+        )
+        screen.print(server.request.model_dump_json(), markup=False, soft_wrap=True)
+        screen.print(f"$ {shlex.join(server.command)}", markup=False, soft_wrap=True)
+    screen.print("\n[bold]here[/]")
+    screen.print(f"$ {_shell_words(plan.command)}", markup=False, soft_wrap=True)
+    screen.print("\n[bold]files[/]")
+    for file in plan.files:
+        screen.print(f"{file.path}  ({file.purpose})", markup=False, soft_wrap=True)
+        if file.content is not None:
+            screen.print(file.content, markup=False, soft_wrap=True)
+
+
+def _shell_words(command: tuple[str, ...]) -> str:
+    """Write a command with one option a line."""
+    lines = [shlex.quote(command[0])]
+    for word in command[1:]:
+        if word.startswith("-") and not word[1:2].isdigit():
+            lines.append(f"  {shlex.quote(word)}")
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return " \\\n".join(lines)
+
+
+def _unit(request: LaunchRequest, plan_file: Path) -> str:
+    command = [sys.executable, "-m", "linkcpp.cli.main", "launch", str(plan_file.resolve())]
+    command += ["--foreground", "--name", request.name, "--model", request.model_path]
+    command += ["--host", request.host, "--port", str(request.port)]
+    if request.api_key_file:
+        command += ["--api-key-file", request.api_key_file]
+    if request.templates_folder:
+        command += ["--templates", request.templates_folder]
+    for url in request.node_urls:
+        command += ["--node", url]
+    if not request.use_mdns:
+        command += ["--no-mdns"]
+    environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    return systemd_unit(
+        name=request.name,
+        command=command,
+        environment=environment,
+        own_templates=request.templates_folder,
+    )

@@ -1,0 +1,60 @@
+"""``linkcpp logs``: what the programs of a deployment said."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from linkcpp.cli.output import console, print_json
+from linkcpp.launch.folder import DeploymentFolder, existing_deployment
+from linkcpp.launch.logs import LogPart, follow, local_tails, remote_tail, stages_of
+from linkcpp.launch.records import StageState
+
+app = typer.Typer()
+
+
+@app.command()
+def logs(
+    name: Annotated[
+        str | None, typer.Argument(help="The deployment; not needed where there is only one.")
+    ] = None,
+    node: Annotated[
+        str | None, typer.Option("--node", help="Only the rpc-servers on this node.")
+    ] = None,
+    tail: Annotated[int, typer.Option("--tail", min=0, help="How many lines of each.")] = 40,
+    keep_on: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the logs of the supervisor, llama-server, and the rpc-servers on the nodes."""
+    folder = existing_deployment(name)
+    stages = stages_of(folder, node)
+    parts = [] if node else list(local_tails(folder, tail))
+    parts += asyncio.run(_remote_tails(stages, tail)) if tail else []
+    if as_json:
+        print_json([{"source": part.source, "lines": part.lines} for part in parts])
+        return
+    for part in parts:
+        _show(part)
+    if keep_on:
+        asyncio.run(_follow(folder, stages, only_nodes=node is not None))
+
+
+async def _remote_tails(stages: list[StageState], tail: int) -> list[LogPart]:
+    return list(await asyncio.gather(*(remote_tail(stage, tail) for stage in stages)))
+
+
+async def _follow(folder: DeploymentFolder, stages: list[StageState], *, only_nodes: bool) -> None:
+    async for part in follow(folder, stages):
+        if not only_nodes or part.source.startswith("rpc-server"):
+            _show(part)
+
+
+def _show(part: LogPart) -> None:
+    screen = console()
+    for line in part.lines:
+        # What programs print is text, whatever markup it looks like.
+        prefix = Text(f"{part.source} | ", style="dim")
+        screen.print(prefix + Text(line), soft_wrap=True)

@@ -1,0 +1,178 @@
+"""``linkcpp status``: what runs, where, and how well."""
+
+import asyncio
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from linkcpp.cli.output import console, print_json
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.units import format_bytes
+from linkcpp.launch.api import ApiClient
+from linkcpp.launch.folder import (
+    DeploymentFolder,
+    all_deployments,
+    existing_deployment,
+)
+from linkcpp.launch.records import DeploymentState, StageState
+from linkcpp.launch.status import Condition, DeploymentReport, report_on
+
+app = typer.Typer()
+
+_COLOURS = {
+    Condition.RUNNING: "green",
+    Condition.STARTING: "yellow",
+    Condition.STOPPED: "dim",
+    Condition.FAILED: "red",
+    Condition.CRASHED: "red",
+    Condition.UNREADABLE: "red",
+}
+
+
+@app.command()
+def status(
+    name: Annotated[
+        str | None, typer.Argument(help="Only this deployment (JSON: one object, no list).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep on showing until Ctrl-C.")] = False,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Ask llama-server for its own counters too.")
+    ] = False,
+) -> None:
+    """Show what runs, where it runs, and whether it still does."""
+    if name is not None:
+        existing_deployment(name)
+    if watch and not as_json:
+        _watch(name)
+        return
+    reports = _reports(name)
+    counters = {report.name: _metrics_of(report) for report in reports} if metrics else {}
+    if as_json:
+        plain = [_plain(report, counters.get(report.name)) for report in reports]
+        print_json(plain[0] if name is not None else plain)
+        return
+    console().print(_view(reports))
+    for deployment, values in counters.items():
+        console().print(_metrics_table(deployment, values))
+
+
+def _reports(name: str | None) -> list[DeploymentReport]:
+    folders: list[DeploymentFolder] = (
+        [existing_deployment(name)] if name is not None else all_deployments()
+    )
+    return [report_on(folder) for folder in folders]
+
+
+def _plain(report: DeploymentReport, counters: dict[str, float] | None) -> dict[str, object]:
+    plain = report.model_dump(mode="json")
+    return plain if counters is None else {**plain, "metrics": counters}
+
+
+def _metrics_of(report: DeploymentReport) -> dict[str, float]:
+    state = report.state
+    if report.condition is not Condition.RUNNING or state is None or state.api_url is None:
+        return {}
+    return asyncio.run(_ask_metrics(state.api_url, state.api_key_file))
+
+
+async def _ask_metrics(url: str, api_key_file: str | None) -> dict[str, float]:
+    try:
+        async with ApiClient(url, api_key_file) as api:
+            return await api.metrics()
+    except LinkcppError:
+        return {}
+
+
+def _watch(name: str | None) -> None:
+    with Live(_view(_reports(name)), console=console(), auto_refresh=False) as live:
+        while True:
+            time.sleep(1.0)
+            live.update(_view(_reports(name)), refresh=True)
+
+
+def _view(reports: list[DeploymentReport]) -> RenderableType:
+    if not reports:
+        return "There is no deployment. `linkcpp launch PLAN` makes one."
+    return Group(*(part for report in reports for part in _report_view(report)))
+
+
+def _report_view(report: DeploymentReport) -> list[RenderableType]:
+    colour = _COLOURS[report.condition]
+    head = f"[bold]{escape(report.name)}[/] [{colour}]{report.condition.value}[/]"
+    state = report.state
+    if state is None or report.condition not in (Condition.RUNNING, Condition.STARTING):
+        return [head, *_explanation(report)]
+    if report.uptime_seconds is not None:
+        head += f" for {_duration(report.uptime_seconds)} at {state.api_url}"
+    if report.condition is Condition.STARTING:
+        head += f": {state.phase.value.replace('_', ' ')}"
+    return [head, *_explanation(report), _facts(state), _stage_table(state)]
+
+
+def _explanation(report: DeploymentReport) -> list[RenderableType]:
+    lines = [f"  {escape(text)}" for text in (report.explanation, report.advice) if text]
+    return list(lines)
+
+
+def _facts(state: DeploymentState) -> str:
+    facts = [f"model {escape(state.model_name)}", f"mode {state.mode}"]
+    if state.tokens_per_second is not None:
+        facts.append(f"last answer {state.tokens_per_second:.1f} tokens/s")
+    if state.prompt_tokens_per_second is not None:
+        facts.append(f"last prompt {state.prompt_tokens_per_second:.1f} tokens/s")
+    facts.append(f"restarts {state.restart_count}")
+    if state.excluded_nodes:
+        facts.append(f"without {escape(', '.join(state.excluded_nodes))}")
+    return f"  {', '.join(facts)}"
+
+
+def _stage_table(state: DeploymentState) -> Table:
+    table = Table("node", box=None, padding=(0, 1), header_style="dim")
+    table.columns[0].overflow = "fold"
+    for title in ("device", "layers"):
+        table.add_column(title, no_wrap=True)
+    for title in ("planned", "held", "memory", "rtt", "carried"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for stage in state.stages:
+        table.add_row(*_stage_cells(stage))
+    return table
+
+
+def _stage_cells(stage: StageState) -> list[str]:
+    layers = f"{stage.first_layer}-{stage.first_layer + stage.layer_count - 1}"
+    if not stage.layer_count:
+        layers = "none"
+    held = stage.model_buffer_bytes if stage.is_coordinator else stage.held_weight_bytes
+    return [
+        f"{escape(stage.node_name)}{' (here)' if stage.is_coordinator else ''}",
+        escape(stage.device),
+        f"{layers}{' + output' if stage.holds_output else ''}",
+        format_bytes(stage.planned_weight_bytes),
+        "-" if held is None else format_bytes(held),
+        format_bytes(stage.allocated_bytes or stage.planned_memory_bytes),
+        "-" if stage.rtt_ms is None else f"{stage.rtt_ms:.2f} ms",
+        "-" if stage.is_coordinator else format_bytes(stage.carried_bytes),
+    ]
+
+
+def _metrics_table(deployment: str, counters: dict[str, float]) -> Table:
+    table = Table("counter", "value", box=None, padding=(0, 2), header_style="dim")
+    table.title = f"llama-server of {deployment}" + ("" if counters else ": no counters")
+    for counter, value in sorted(counters.items()):
+        table.add_row(escape(counter), f"{value:g}")
+    return table
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
+    shown = [f"{value} {unit}" for value, unit in parts if value] or ["0 s"]
+    return " ".join(shown[:2])

@@ -1,0 +1,41 @@
+"""``linkcpp stop``: end deployments, here and on every node."""
+
+from typing import Annotated
+
+import typer
+
+from linkcpp.cli.output import console, print_json
+from linkcpp.common.errors import LinkcppError
+from linkcpp.launch.folder import all_deployments, existing_deployment
+from linkcpp.launch.stopping import StopResult, stop_deployment
+
+app = typer.Typer()
+
+_WORDS = {
+    StopResult.STOPPED: "stopped",
+    StopResult.CLEANED_UP: "cleaned up (its supervisor was gone)",
+    StopResult.WAS_STOPPED: "was stopped already",
+}
+
+
+@app.command()
+def stop(
+    name: Annotated[
+        str | None, typer.Argument(help="The deployment; not needed where there is only one.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Stop all deployments.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Stop a deployment and wait until nothing of it is left, here and on its nodes."""
+    if every and name is not None:
+        raise LinkcppError("Give a name or --all, not both.")
+    folders = all_deployments() if every else [existing_deployment(name)]
+    results = {}
+    for folder in folders:
+        results[folder.name] = stop_deployment(folder)
+        if not as_json:
+            console().print(f"{folder.name}: {_WORDS[results[folder.name]]}")
+    if as_json:
+        print_json({deployment: result.value for deployment, result in results.items()})
+    elif not folders:
+        console().print("There is nothing to stop.")

@@ -1,0 +1,139 @@
+"""llama-server's HTTP API, as far as a supervisor needs it."""
+
+import json
+import re
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from linkcpp.common.errors import LinkcppError
+
+SMOKE_TOKENS = 4
+SMOKE_TIMEOUT_SECONDS = 600.0
+_METRIC = re.compile(r"llamacpp:(\w{1,100}) (-?\d[\d.eE+-]{0,40})")
+_METRICS_LIMIT = 2**20
+
+
+class ApiClient:
+    """A client of one llama-server; the key is read from its file and stays in memory."""
+
+    def __init__(self, url: str, api_key_file: str | None) -> None:
+        headers = {}
+        if api_key_file:
+            headers["Authorization"] = f"Bearer {read_api_key(Path(api_key_file))}"
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=10.0, trust_env=False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._http.aclose()
+
+    async def is_healthy(self) -> bool:
+        """Whether the model is loaded and requests are taken."""
+        try:
+            return (await self._http.get("/health")).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    async def complete(self) -> str:
+        """Ask for a few tokens through the OpenAI API; returns the text.
+
+        Raises:
+            LinkcppError: the answer is no completion, or none came.
+        """
+        body = {
+            "prompt": "Hello",
+            "max_tokens": SMOKE_TOKENS,
+            "temperature": 0,
+            "cache_prompt": False,
+        }
+        try:
+            answer = await self._http.post(
+                "/v1/completions", json=body, timeout=SMOKE_TIMEOUT_SECONDS
+            )
+            if answer.status_code != httpx.codes.OK:
+                raise LinkcppError(
+                    f"The first completion was refused with status {answer.status_code}: "
+                    f"{_told(answer.text)}"
+                )
+            return str(answer.json()["choices"][0]["text"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise LinkcppError(f"The first completion failed: {error!r}.") from error
+
+    async def metrics(self) -> dict[str, float]:
+        """Return llama-server's counters by their names without ``llamacpp:``.
+
+        Raises:
+            LinkcppError: they cannot be had.
+        """
+        try:
+            answer = await self._http.get("/metrics")
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            raise LinkcppError(f"llama-server does not tell its metrics: {error}.") from error
+        found = _METRIC.finditer(answer.text[:_METRICS_LIMIT])
+        return {match[1]: float(match[2]) for match in found}
+
+
+def _told(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])[:300]
+    except (ValueError, LookupError, TypeError):
+        return text[:300]
+
+
+def read_api_key(path: Path) -> str:
+    """Return the first key of a key file (one a line, ``#`` starts a comment).
+
+    Raises:
+        LinkcppError: the file cannot be read or holds no key.
+    """
+    hint = "Give --api-key-file a file with one key a line."
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LinkcppError(f"The API key file {path} cannot be read: {error}.", hint=hint) from None
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            return line.strip()
+    raise LinkcppError(f"The API key file {path} holds no key.", hint=hint)
+
+
+def check_port(host: str, port: int) -> None:
+    """See that llama-server will be able to listen.
+
+    Raises:
+        LinkcppError: the port is taken or may not be used, or the address is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As llama-server does: the remains of closed connections do not count as taken.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise LinkcppError(
+            f"The API cannot listen on {host} port {port}: {reason}.",
+            hint="Choose another port with --port, or 0 for any that is free.",
+        ) from error
+
+
+def free_port(host: str) -> int:
+    """Return a port that nobody listens on now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

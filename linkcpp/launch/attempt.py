@@ -1,0 +1,321 @@
+"""One try to bring a plan up: the I/O of each step of the chain, watched until something breaks."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+from linkcpp.cluster.records import NodeId
+from linkcpp.common.errors import LinkcppError
+from linkcpp.launch.api import ApiClient
+from linkcpp.launch.decisions import (
+    Failure,
+    Observed,
+    Step,
+    next_step,
+    remote_nodes,
+    remote_stages,
+    unproved_stages,
+)
+from linkcpp.launch.enginelog import Buffer, Milestone, Speed, read_line
+from linkcpp.launch.events import (
+    EngineStarted,
+    EngineStopped,
+    Logged,
+    NodeFound,
+    PhaseEntered,
+    ServerSeen,
+    TunnelOpened,
+)
+from linkcpp.launch.failing import BrokenError, StepRefusedError
+from linkcpp.launch.finding import FoundNode, find_nodes
+from linkcpp.launch.journal import Journal
+from linkcpp.launch.records import Phase
+from linkcpp.launch.resources import Resources
+from linkcpp.launch.surroundings import Surroundings
+from linkcpp.launch.watch import (
+    PROGRESS_SECONDS,
+    RENEW_SECONDS,
+    watch_engine,
+    watch_server,
+    watch_traffic,
+    watch_tunnel,
+)
+from linkcpp.node.client import NodeError, NodeUnreachableError
+from linkcpp.node.records import ServerRequest
+from linkcpp.node.tunnel import Tunnel
+from linkcpp.planning.records import Plan, Stage
+
+log = logging.getLogger("linkcpp.launch")
+
+HEALTH_POLL_SECONDS = 0.2
+# A node that dies takes its link with it; what was seen first need not be the cause.
+SETTLE_SECONDS = 1.0
+
+
+class Attempt:
+    """Holds everything that belongs to one plan; ``run`` returns when it has failed."""
+
+    def __init__(self, surroundings: Surroundings, plan: Plan, journal: Journal) -> None:
+        self._request = surroundings.request
+        self._plan = plan
+        self._surroundings = surroundings
+        self._journal = journal
+        self._resources = Resources()
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[BrokenError] = asyncio.get_running_loop().create_future()
+        self.has_served = False
+
+    async def run(self) -> Failure:
+        """Go through the chain and serve; returns why that ended.
+
+        Raises:
+            LinkcppError: a step cannot be done (``StepRefusedError`` where nodes are to blame).
+        """
+        observed = Observed()
+        try:
+            while (step := next_step(self._plan, observed)) is not Step.SERVE:
+                log.debug("step %s", step.value)
+                observed = await self._unless_broken(self._do(step, observed))
+            self.has_served = True
+            self._journal.emit(PhaseEntered(Phase.READY))
+            broken = await self._broken
+        except BrokenError as error:
+            broken = error
+        return await self._diagnose(broken)
+
+    async def aclose(self) -> None:
+        """Give everything back; nothing of this attempt runs anywhere afterwards."""
+        await _cancel(self._watchers)
+        await self._resources.give_back()
+        self._journal.emit(EngineStopped())
+
+    async def _unless_broken(self, step: Coroutine[Any, Any, Observed]) -> Observed:
+        task = asyncio.create_task(step)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self._broken}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._broken.done():
+                raise self._broken.result()
+            return task.result()
+        finally:
+            await _cancel({task})
+
+    async def _do(self, step: Step, observed: Observed) -> Observed:
+        actions = {
+            Step.CHECK_MODEL: self._check_model,
+            Step.CHECK_ENGINE: self._check_engine,
+            Step.FIND_NODES: self._find_nodes,
+            Step.START_SERVERS: self._start_servers,
+            Step.OPEN_TUNNELS: self._open_tunnels,
+            Step.START_ENGINE: self._start_engine,
+            Step.AWAIT_ENGINE: self._await_engine,
+            Step.PROVE_SPLIT: self._prove_split,
+            Step.ASK: self._ask,
+        }
+        return await actions[step](observed)
+
+    async def _check_model(self, observed: Observed) -> Observed:
+        self._journal.emit(PhaseEntered(Phase.CHECKING))
+        await self._surroundings.check_model(self._plan)
+        return replace(observed, model_is_right=True)
+
+    async def _check_engine(self, observed: Observed) -> Observed:
+        await self._surroundings.check_engine(self._plan)
+        return replace(observed, engine_is_right=True)
+
+    async def _find_nodes(self, observed: Observed) -> Observed:
+        if remote_nodes(self._plan):
+            self._journal.emit(PhaseEntered(Phase.FINDING_NODES))
+        found = await find_nodes(
+            self._plan,
+            token=self._surroundings.token,
+            more_urls=self._request.node_urls,
+            discover=self._surroundings.discover_urls,
+        )
+        self._resources.nodes = found
+        for node in found.values():
+            asked_at = time.perf_counter()
+            await node.client.echo(b"")
+            rtt_ms = (time.perf_counter() - asked_at) * 1000
+            self._journal.emit(NodeFound(node.record.node_id, node.url, rtt_ms))
+        return replace(observed, found_nodes=frozenset(found))
+
+    async def _start_servers(self, observed: Observed) -> Observed:
+        self._journal.emit(PhaseEntered(Phase.STARTING_SERVERS))
+        stages = remote_stages(self._plan)
+        started = await asyncio.gather(
+            *(self._start_server(stage) for stage in stages), return_exceptions=True
+        )
+        for result in started:
+            if isinstance(result, BaseException):
+                raise result
+        return replace(observed, served_stages=frozenset(stages))
+
+    async def _start_server(self, index: int) -> None:
+        stage = self._plan.stages[index]
+        node = self._resources.nodes[stage.node_id]
+        request = ServerRequest(
+            deployment=self._request.name,
+            device=stage.device,
+            memory_bytes=memory_to_ask_for(stage, node),
+        )
+        creation = asyncio.create_task(node.client.create_server(request))
+        try:
+            server = await asyncio.shield(creation)
+        except asyncio.CancelledError:
+            # The node goes on creating it, so its id must be had to give it back.
+            with contextlib.suppress(NodeError):
+                self._resources.servers[index] = (node, await creation)
+            raise
+        except NodeError as error:
+            message = f"{stage.node_name} does not start an rpc-server: {error.message}"
+            raise StepRefusedError(
+                message, hint=error.hint, nodes=frozenset({stage.node_id})
+            ) from error
+        self._resources.servers[index] = (node, server)
+        self._journal.emit(ServerSeen(index, server))
+        self._watch(
+            watch_server(
+                index, node, server.server_id, self._journal.emit, interval=self._renewal_seconds
+            )
+        )
+
+    def _renewal_seconds(self) -> float:
+        # While the model is loading, the node's counts are the progress that people see.
+        return RENEW_SECONDS if self.has_served else PROGRESS_SECONDS
+
+    async def _open_tunnels(self, observed: Observed) -> Observed:
+        for index, (node, server) in self._resources.servers.items():
+            try:
+                tunnel = await Tunnel.open(node.client, server.server_id)
+            except NodeError as error:
+                raise BrokenError(
+                    f"the link to {node.record.name} cannot be made ({error.message})",
+                    hint=error.hint,
+                    nodes=frozenset({node.record.node_id}),
+                ) from error
+            self._resources.tunnels[index] = tunnel
+            self._journal.emit(TunnelOpened(index, tunnel.endpoint))
+            self._watch(watch_tunnel(tunnel, node))
+        self._watch(watch_traffic(self._resources.tunnels, self._journal.emit))
+        return replace(observed, tunnelled_stages=frozenset(self._resources.tunnels))
+
+    async def _start_engine(self, observed: Observed) -> Observed:
+        self._journal.emit(PhaseEntered(Phase.LOADING))
+        endpoints = {index: tunnel.endpoint for index, tunnel in self._resources.tunnels.items()}
+        server = await self._surroundings.start_llama_server(self._plan, endpoints, self._note_line)
+        self._resources.llama_server = server
+        self._journal.emit(EngineStarted(server.identity))
+        self._watch(watch_engine(server))
+        return replace(observed, engine_runs=True)
+
+    def _note_line(self, line: str) -> None:
+        fact = read_line(line)
+        if isinstance(fact, Buffer | Speed):
+            self._journal.emit(Logged(fact))
+        elif fact is Milestone.WARMING_UP:
+            self._journal.emit(PhaseEntered(Phase.WARMING_UP))
+
+    async def _await_engine(self, observed: Observed) -> Observed:
+        async with self._api() as api:
+            # Another process's readiness cannot be awaited, only asked for.
+            while not await api.is_healthy():  # noqa: ASYNC110
+                await asyncio.sleep(HEALTH_POLL_SECONDS)
+        return replace(observed, engine_is_healthy=True)
+
+    async def _prove_split(self, observed: Observed) -> Observed:
+        self._journal.emit(PhaseEntered(Phase.PROVING))
+        for index, (node, server) in self._resources.servers.items():
+            seen = await node.client.server(server.server_id)
+            self._journal.emit(ServerSeen(index, seen))
+        problems = unproved_stages(self._plan, self._journal.state.stages)
+        if problems:
+            raise LinkcppError(
+                f"The model is not split as planned: {'; '.join(problems)}.",
+                hint="`linkcpp logs` shows what llama-server did instead; a template of your own "
+                "or a patched engine can be the reason.",
+            )
+        return replace(observed, split_is_proved=True)
+
+    async def _ask(self, observed: Observed) -> Observed:
+        async with self._api() as api:
+            await api.complete()
+        return replace(observed, has_answered=True)
+
+    def _api(self) -> ApiClient:
+        url = self._journal.state.api_url or ""
+        return ApiClient(url, self._request.api_key_file)
+
+    def _watch(self, watcher: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(watcher)
+        self._watchers.add(task)
+        task.add_done_callback(self._end_watch)
+
+    def _end_watch(self, task: asyncio.Task[None]) -> None:
+        self._watchers.discard(task)
+        if task.cancelled() or self._broken.done():
+            return
+        error = task.exception()
+        if isinstance(error, BrokenError):
+            self._broken.set_result(error)
+        elif error is not None:
+            self._broken.set_exception(error)
+
+    async def _diagnose(self, broken: BrokenError) -> Failure:
+        """Find out which nodes are gone: their end is the cause, whatever was noticed first."""
+        await asyncio.sleep(SETTLE_SECONDS)
+        answers = await asyncio.gather(
+            *(self._is_gone(node) for node in self._resources.nodes.values())
+        )
+        lost = frozenset(node for node in answers if node)
+        links = {
+            self._plan.stages[index].node_id
+            for index, tunnel in self._resources.tunnels.items()
+            if tunnel.lost_reason
+        }
+        names = remote_nodes(self._plan)
+        gone = " and ".join(sorted(names[node] for node in lost))
+        server = self._resources.llama_server
+        reason = f"{gone} went away" if lost else broken.reason
+        if lost and server is not None and server.has_ended:
+            reason += "; llama-server stopped"
+        return Failure(
+            at_seconds=time.monotonic(),
+            reason=reason,
+            hint=broken.hint,
+            lost_nodes=lost,
+            broken_links=(frozenset(links) | broken.nodes) - lost,
+        )
+
+    async def _is_gone(self, node: FoundNode) -> NodeId | None:
+        try:
+            await node.client.servers()
+        except NodeUnreachableError:
+            return node.record.node_id
+        except NodeError:
+            return None
+        return None
+
+
+def memory_to_ask_for(stage: Stage, node: FoundNode) -> int:
+    """Return how much an rpc-server may allocate: the plan's need, and its reserve where it is.
+
+    The reserve covers what compute buffers take beyond their estimate; a node that has lost a part
+    of it since the plan was made can still do what it must.
+    """
+    needed = stage.memory.used_bytes
+    offered = next(
+        (device.offered_bytes for device in node.record.devices if device.name == stage.device), 0
+    )
+    return max(needed, min(needed + stage.memory.reserve_bytes, offered))
+
+
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+    waiting = list(tasks)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,0 +1,26 @@
+"""How a step tells that it cannot be done."""
+
+from linkcpp.cluster.records import NodeId
+from linkcpp.common.errors import LinkcppError
+
+
+class StepRefusedError(LinkcppError):
+    """A step cannot be done because of certain nodes; without them it might."""
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, nodes: frozenset[NodeId] = frozenset()
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.nodes = nodes
+
+
+class BrokenError(Exception):
+    """Something that was up and running is not any more; ``reason`` is a clause for people."""
+
+    def __init__(
+        self, reason: str, *, hint: str | None = None, nodes: frozenset[NodeId] = frozenset()
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.hint = hint
+        self.nodes = nodes

@@ -1,0 +1,118 @@
+"""The nodes of a plan, found again: by the addresses of the plan, else by discovery."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from linkcpp.cluster.findings import compare_engines
+from linkcpp.cluster.records import NodeId, NodeRecord
+from linkcpp.launch.decisions import remote_nodes
+from linkcpp.launch.failing import StepRefusedError
+from linkcpp.node.client import NodeClient, NodeError, WrongTokenError
+from linkcpp.planning.records import Plan
+
+# A busy node may take its time, a dead one must not hold everybody up.
+CALL_SECONDS = 5.0
+
+Discover = Callable[[], Awaitable[Iterable[str]]]
+
+
+@dataclass(frozen=True)
+class FoundNode:
+    """A node of the plan that answered, and the client to talk to it with."""
+
+    client: NodeClient
+    record: NodeRecord
+    url: str
+
+
+async def find_nodes(
+    plan: Plan, *, token: str, more_urls: Iterable[str], discover: Discover
+) -> dict[NodeId, FoundNode]:
+    """Find every node that holds a stage, whatever its address is now.
+
+    ``discover`` gives the addresses of all nodes that can be seen, and is asked only where the
+    known addresses do not lead to every node. The caller closes the clients.
+
+    Raises:
+        StepRefusedError: a node is missing or runs an engine that does not fit; names all of them.
+    """
+    wanted = remote_nodes(plan)
+    if not wanted:
+        return {}
+    known = [url for node in wanted for url in plan.node_urls.get(node, ())]
+    search = _Search(wanted, token)
+    try:
+        await search.ask([*known, *more_urls])
+        if search.missing:
+            await search.ask(await discover())
+        search.refuse_missing()
+        _refuse_other_engines(plan, search.found)
+    except BaseException:
+        await asyncio.gather(*(node.client.aclose() for node in search.found.values()))
+        raise
+    return search.found
+
+
+class _Search:
+    """Asks addresses who is there, each once."""
+
+    def __init__(self, wanted: dict[NodeId, str], token: str) -> None:
+        self._wanted = wanted
+        self._token = token
+        self._asked: set[str] = set()
+        self._rejections: list[WrongTokenError] = []
+        self.found: dict[NodeId, FoundNode] = {}
+
+    @property
+    def missing(self) -> list[NodeId]:
+        return [node for node in self._wanted if node not in self.found]
+
+    async def ask(self, urls: Iterable[str]) -> None:
+        fresh = [url for url in dict.fromkeys(urls) if url not in self._asked]
+        self._asked.update(fresh)
+        await asyncio.gather(*(self._ask(url) for url in fresh))
+
+    async def _ask(self, url: str) -> None:
+        client = NodeClient(url, self._token, timeout_seconds=CALL_SECONDS)
+        try:
+            record = await client.node()
+        except WrongTokenError as error:
+            self._rejections.append(error)
+        except NodeError:
+            pass
+        else:
+            # One node may answer at several addresses; the first to answer is the nearest.
+            if record.node_id in self._wanted and record.node_id not in self.found:
+                self.found[record.node_id] = FoundNode(client, record, url)
+                return
+        await client.aclose()
+
+    def refuse_missing(self) -> None:
+        if not self.missing:
+            return
+        nodes = frozenset(self.missing)
+        names = ", ".join(self._wanted[node] for node in self.missing)
+        if self._rejections:
+            first = self._rejections[0]
+            raise StepRefusedError(first.message, hint=first.hint, nodes=nodes)
+        raise StepRefusedError(
+            f"The plan needs {names}, which cannot be found.",
+            hint="Start `linkcpp node` there, name its address with --node, or make another plan "
+            "with `linkcpp plan`.",
+            nodes=nodes,
+        )
+
+
+def _refuse_other_engines(plan: Plan, found: dict[NodeId, FoundNode]) -> None:
+    for node_id, node in found.items():
+        name, nodes = node.record.name, frozenset({node_id})
+        if problem := node.record.engine_problem:
+            message = f"The engine of {name} cannot be used: {problem.message}"
+            raise StepRefusedError(message, hint=problem.hint, nodes=nodes)
+        if difference := compare_engines(plan.engine, node.record.engine):
+            raise StepRefusedError(
+                f"{name} cannot take part in this plan: {difference}.",
+                hint="Install the build that the plan was made for there, or make another plan.",
+                nodes=nodes,
+            )

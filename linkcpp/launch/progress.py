@@ -1,0 +1,69 @@
+"""How far a launch is, as bars. Pure."""
+
+from dataclasses import dataclass
+
+from linkcpp.launch.records import DeploymentState, Phase
+
+_ORDER = (
+    Phase.CHECKING,
+    Phase.FINDING_NODES,
+    Phase.STARTING_SERVERS,
+    Phase.LOADING,
+    Phase.WARMING_UP,
+    Phase.PROVING,
+    Phase.READY,
+)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stage of a launch. ``total`` counts bytes if ``is_bytes``, else things to do."""
+
+    label: str
+    done: int
+    total: int
+    is_bytes: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing of this stage is left to do."""
+        return self.done >= self.total
+
+
+def bars_of(state: DeploymentState) -> list[Bar]:
+    """Return the stages of a launch in order; the same stages at any moment of it."""
+    remote = [stage for stage in state.stages if not stage.is_coordinator]
+    nodes = {stage.node_id: stage.url is not None for stage in remote}
+    bars = [_step("model and engine checked", state, Phase.CHECKING)]
+    if remote:
+        bars.append(Bar("nodes found", sum(nodes.values()), len(nodes)))
+        started = sum(stage.server_id is not None for stage in remote)
+        bars.append(Bar("servers started", started, len(remote)))
+    bars += [
+        Bar(
+            f"weights on {stage.node_name} {stage.device}",
+            _loaded(stage.held_weight_bytes or 0, stage.planned_weight_bytes, state),
+            stage.planned_weight_bytes,
+            is_bytes=True,
+        )
+        for stage in remote
+    ]
+    return [
+        *bars,
+        _step("model loaded", state, Phase.LOADING),
+        _step("warmed up", state, Phase.WARMING_UP),
+        _step("split proved and first completion", state, Phase.PROVING),
+    ]
+
+
+def _loaded(held: int, planned: int, state: DeploymentState) -> int:
+    # The node counts what is written to it, padding included.
+    return planned if _is_past(state, Phase.LOADING) else min(held, planned)
+
+
+def _step(label: str, state: DeploymentState, phase: Phase) -> Bar:
+    return Bar(label, int(_is_past(state, phase)), 1)
+
+
+def _is_past(state: DeploymentState, phase: Phase) -> bool:
+    return state.phase in _ORDER and _ORDER.index(state.phase) > _ORDER.index(phase)

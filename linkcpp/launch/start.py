@@ -1,0 +1,152 @@
+"""From a plan file to a running supervisor: the request, the API key, the detached process."""
+
+import contextlib
+import ipaddress
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_atomically
+from linkcpp.launch.api import check_port, free_port, read_api_key
+from linkcpp.launch.events import first_state
+from linkcpp.launch.folder import DeploymentFolder, deployment_folder, name_from_model
+from linkcpp.launch.records import DeploymentState, LaunchRequest
+from linkcpp.launch.rendering import templates_folder
+from linkcpp.planning.records import Plan
+
+POLL_SECONDS = 0.1
+
+
+def make_request(
+    plan: Plan,
+    *,
+    model: Path | None,
+    name: str | None,
+    host: str,
+    port: int,
+    api_key_file: Path | None,
+    templates: str | None,
+    node_urls: tuple[str, ...],
+    use_mdns: bool,
+) -> LaunchRequest:
+    """Turn what the user said into a whole request, all paths absolute.
+
+    Raises:
+        LinkcppError: there is no model file, or no deployment can have the name.
+    """
+    folder = deployment_folder(name or name_from_model(plan.model.name))
+    own_templates = templates_folder(templates)
+    key_file = api_key_file.expanduser().resolve() if api_key_file else None
+    if key_file is not None:
+        read_api_key(key_file)
+    elif not is_loopback(host):
+        key_file = folder.api_key_file
+    return LaunchRequest(
+        name=folder.name,
+        plan=plan,
+        model_path=str(_model_path(plan, model)),
+        host=host,
+        port=port,
+        api_key_file=str(key_file) if key_file else None,
+        templates_folder=str(own_templates) if own_templates else None,
+        node_urls=node_urls,
+        use_mdns=use_mdns,
+    )
+
+
+def _model_path(plan: Plan, model: Path | None) -> Path:
+    path = (model or Path(plan.model.source)).expanduser()
+    if path.is_file():
+        return path.resolve()
+    if model is not None:
+        raise LinkcppError(f"There is no model file {model}.", hint="Name a GGUF with --model.")
+    raise LinkcppError(
+        f"The plan is for {plan.model.source}, which is no file on this machine.",
+        hint="Name the model's GGUF with --model.",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine can reach a server that listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@contextlib.contextmanager
+def prepared(request: LaunchRequest) -> Iterator[tuple[DeploymentFolder, LaunchRequest, int]]:
+    """Take a deployment's folder and lock, and write the request; yields the lock's descriptor.
+
+    A port of 0 becomes a free one here, so that it stays the same over restarts.
+
+    Raises:
+        LinkcppError: the deployment already runs, the port is taken, or the folder is not writable.
+    """
+    folder = deployment_folder(request.name)
+    with folder.lock() as lock:
+        if request.port == 0:
+            request = request.model_copy(update={"port": free_port(request.host)})
+        check_port(request.host, request.port)
+        if request.api_key_file == str(folder.api_key_file):
+            write_atomically(folder.api_key_file, f"{secrets.token_urlsafe(32)}\n", mode=0o600)
+        folder.write_request(request)
+        folder.write_plan(request.plan)
+        folder.write_state(first_state(request, now=time.time()))
+        yield folder, request, lock
+
+
+def start_detached(folder: DeploymentFolder, lock: int) -> "subprocess.Popen[bytes]":
+    """Start the supervisor in a session of its own; it takes over the lock.
+
+    Raises:
+        LinkcppError: its log cannot be written.
+    """
+    try:
+        with folder.supervisor_log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "linkcpp.launch.supervisor", str(folder.path), str(lock)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=(lock,),
+            )
+    except OSError as error:
+        raise LinkcppError(
+            f"The supervisor cannot be started: {error}.",
+            hint=f"See that {folder.path} is writable and the disk is not full.",
+        ) from error
+
+
+def states_until_up(
+    folder: DeploymentFolder, supervisor: "subprocess.Popen[bytes]"
+) -> Iterator[DeploymentState]:
+    """Yield the state again and again until the deployment is ready or has ended.
+
+    Raises:
+        LinkcppError: it failed, or its supervisor ended without a word.
+    """
+    while True:
+        # In this order, so that the last state of a supervisor that ended is seen.
+        has_ended = supervisor.poll() is not None
+        state = folder.read_state()
+        yield state
+        if state.phase.is_final:
+            supervisor.wait()
+            return
+        if state.ready_at is not None:
+            return
+        if has_ended:
+            raise LinkcppError(
+                f"The supervisor of {folder.name!r} ended unexpectedly "
+                f"(exit code {supervisor.returncode}).",
+                hint=f"See {folder.supervisor_log}; `linkcpp stop {folder.name}` cleans up.",
+            )
+        time.sleep(POLL_SECONDS)

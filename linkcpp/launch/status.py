@@ -1,0 +1,101 @@
+"""The truth about deployments: what the state's file says, held against what really runs."""
+
+import time
+from enum import StrEnum
+
+import psutil
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import Record
+from linkcpp.launch.folder import DeploymentFolder, is_alive
+from linkcpp.launch.records import DeploymentState, Phase
+
+
+class Condition(StrEnum):
+    """What a deployment really is."""
+
+    RUNNING = "running"
+    STARTING = "starting"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    CRASHED = "crashed"
+    UNREADABLE = "unreadable"
+
+
+class DeploymentReport(Record):
+    """One deployment as ``status`` shows it. ``advice`` says what to do, where there is something.
+
+    ``uptime_seconds`` counts since the API became ready the last time.
+    """
+
+    name: str
+    condition: Condition
+    explanation: str | None
+    advice: str | None
+    uptime_seconds: float | None
+    state: DeploymentState | None
+
+
+def report_on(folder: DeploymentFolder) -> DeploymentReport:
+    """Tell how a deployment is."""
+    # Before the state, so that a supervisor that ends meanwhile has written its last word.
+    has_supervisor = folder.has_supervisor()
+    try:
+        state = folder.read_state()
+    except LinkcppError as error:
+        return DeploymentReport(
+            name=folder.name,
+            condition=Condition.UNREADABLE,
+            explanation=error.message,
+            advice=error.hint,
+            uptime_seconds=None,
+            state=None,
+        )
+    return judge(
+        state,
+        has_supervisor=has_supervisor,
+        booted_at=psutil.boot_time(),
+        engine_is_alive=is_alive(state.llama_server),
+        now=time.time(),
+    )
+
+
+def judge(
+    state: DeploymentState,
+    *,
+    has_supervisor: bool,
+    booted_at: float,
+    engine_is_alive: bool,
+    now: float,
+) -> DeploymentReport:
+    """Hold the state against the facts. Pure; times in seconds since 1970."""
+    explanation, advice = state.detail, state.hint
+    if state.phase is Phase.FAILED:
+        condition = Condition.FAILED
+    elif state.phase is Phase.STOPPED:
+        condition = Condition.STOPPED
+    elif not has_supervisor:
+        condition = Condition.CRASHED
+        explanation, advice = _crash(state, booted_at=booted_at, engine_is_alive=engine_is_alive)
+    elif state.phase is Phase.READY:
+        condition = Condition.RUNNING
+    else:
+        condition = Condition.STARTING
+    is_up = condition is Condition.RUNNING and state.ready_at is not None
+    return DeploymentReport(
+        name=state.name,
+        condition=condition,
+        explanation=explanation,
+        advice=advice,
+        uptime_seconds=now - state.ready_at if is_up and state.ready_at is not None else None,
+        state=state,
+    )
+
+
+def _crash(state: DeploymentState, *, booted_at: float, engine_is_alive: bool) -> tuple[str, str]:
+    again = f"`linkcpp stop {state.name}` cleans up, then `linkcpp launch` starts it again."
+    if state.updated_at < booted_at:
+        return "This machine was restarted since; nothing of it runs any more.", again
+    if engine_is_alive:
+        return "Its supervisor is gone; llama-server still runs, unwatched.", again
+    return "Its supervisor is gone, and llama-server with it.", again

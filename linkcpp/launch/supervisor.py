@@ -1,0 +1,190 @@
+"""The process that owns a deployment: brings it up, watches it, starts it again, takes it down.
+
+``python -m linkcpp.launch.supervisor FOLDER LOCK`` runs detached from any terminal; ``launch
+--foreground`` runs the same code in the process of the verb. Whatever way this process ends,
+nothing of the deployment stays: llama-server dies with its keeper, and the rpc-servers on the nodes
+end with their links and leases.
+"""
+
+import asyncio
+import logging
+import logging.handlers
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from linkcpp.cluster.records import NodeId
+from linkcpp.common.errors import LinkcppError
+from linkcpp.launch.attempt import Attempt
+from linkcpp.launch.decisions import Failure, GiveUp, History, recover
+from linkcpp.launch.events import (
+    PhaseEntered,
+    PlanAdopted,
+    Restarted,
+    SupervisorStarted,
+    first_state,
+)
+from linkcpp.launch.failing import StepRefusedError
+from linkcpp.launch.folder import DeploymentFolder, identity_of
+from linkcpp.launch.journal import Journal
+from linkcpp.launch.llamaserver import drop_overrides_from_environment
+from linkcpp.launch.records import DeploymentState, Phase
+from linkcpp.launch.surroundings import Surroundings
+from linkcpp.planning.records import Plan
+
+log = logging.getLogger("linkcpp.launch")
+
+LOG_BYTES = 4 * 2**20
+EXIT_FAILED = 2
+
+
+async def supervise(folder: DeploymentFolder) -> DeploymentState:
+    """Look after a deployment until it is stopped (by cancellation) or has failed for good.
+
+    The caller holds the folder's lock. Returns the final state, which is also in the file.
+    """
+    request = folder.read_request()
+    journal = Journal(folder, first_state(request, now=time.time()))
+    supervisor = identity_of(os.getpid())
+    if supervisor is not None:
+        journal.emit(SupervisorStarted(supervisor))
+    async with journal.keeping():
+        try:
+            surroundings = Surroundings(folder, request)
+            await _Supervision(folder, surroundings, journal).run()
+        except asyncio.CancelledError:
+            journal.emit(PhaseEntered(Phase.STOPPED))
+        except LinkcppError as error:
+            journal.emit(PhaseEntered(Phase.FAILED, error.message, error.hint))
+        except Exception as error:
+            log.exception("defect in linkcpp")
+            hint = f"The details are in {folder.supervisor_log}."
+            journal.emit(PhaseEntered(Phase.FAILED, f"Defect in linkcpp: {error!r}.", hint))
+    return journal.state
+
+
+class _Supervision:
+    """Attempts, one after the other, until one is not to be followed by another."""
+
+    def __init__(
+        self,
+        folder: DeploymentFolder,
+        surroundings: Surroundings,
+        journal: Journal,
+    ) -> None:
+        self._folder = folder
+        self._surroundings = surroundings
+        self._journal = journal
+        self._has_served = False
+
+    async def run(self) -> None:
+        plan = self._surroundings.request.plan
+        history = History()
+        while True:
+            self._folder.write_plan(plan)
+            # Also where the plan is the old one: what its stages held has gone with the attempt.
+            self._journal.emit(PlanAdopted(plan, self._names(history.excluded)))
+            failure = await self._attempt(plan)
+            recovery = recover(plan, history, failure)
+            history, action = recovery.history, recovery.action
+            if isinstance(action, GiveUp):
+                self._journal.emit(
+                    PhaseEntered(Phase.FAILED, _sentence(action.reason), action.hint)
+                )
+                return
+            self._journal.emit(PhaseEntered(Phase.RECOVERING, action.sentence))
+            self._journal.emit(Restarted())
+            await asyncio.sleep(action.pause_seconds)
+            if action.needs_new_plan:
+                plan = await self._plan_anew(history, failure)
+
+    async def _attempt(self, plan: Plan) -> Failure:
+        attempt = Attempt(self._surroundings, plan, self._journal)
+        try:
+            return await attempt.run()
+        except StepRefusedError as error:
+            # At the first launch a node that is not as planned is for the user to decide about.
+            return Failure(
+                at_seconds=time.monotonic(),
+                reason=error.message,
+                hint=error.hint,
+                lost_nodes=error.nodes,
+                is_final=not self._has_served,
+            )
+        except LinkcppError as error:
+            return Failure(time.monotonic(), error.message, error.hint, is_final=True)
+        except asyncio.CancelledError:
+            self._journal.emit(PhaseEntered(Phase.STOPPING))
+            raise
+        finally:
+            self._has_served |= attempt.has_served
+            await attempt.aclose()
+
+    async def _plan_anew(self, history: History, failure: Failure) -> Plan:
+        try:
+            return await self._surroundings.plan_without(history.excluded)
+        except LinkcppError as error:
+            raise LinkcppError(
+                f"{_sentence(failure.reason)} Without it the model cannot be served: "
+                f"{error.message}",
+                hint=error.hint,
+            ) from error
+
+    def _names(self, nodes: frozenset[NodeId]) -> tuple[str, ...]:
+        first = self._surroundings.request.plan
+        names = {stage.node_id: stage.node_name for stage in first.stages}
+        return tuple(sorted(names.get(node, node) for node in nodes))
+
+
+def _sentence(clause: str) -> str:
+    # Its first word may be a node's name, which stays as its owner writes it.
+    return clause if clause.endswith((".", "!", "?")) else f"{clause}."
+
+
+def run_until_stopped(folder: DeploymentFolder) -> DeploymentState:
+    """Supervise in this process until SIGTERM or SIGINT; the caller holds the lock."""
+    drop_overrides_from_environment()
+    return asyncio.run(_supervise_with_signals(folder))
+
+
+async def _supervise_with_signals(folder: DeploymentFolder) -> DeploymentState:
+    task = asyncio.create_task(supervise(folder))
+    loop = asyncio.get_running_loop()
+    is_stopping = False
+
+    def stop() -> None:
+        # A second signal must not interrupt the clean-up that the first one started.
+        nonlocal is_stopping
+        if not is_stopping:
+            is_stopping = True
+            task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, stop)
+    return await task
+
+
+def log_to(folder: DeploymentFolder) -> None:
+    """Write what the supervisor does to its log file."""
+    handler = logging.handlers.RotatingFileHandler(
+        folder.supervisor_log, maxBytes=LOG_BYTES, backupCount=1
+    )
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("linkcpp")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG if os.environ.get("LINKCPP_DEBUG") else logging.INFO)
+
+
+def main() -> None:
+    """Supervise the deployment whose folder and locked descriptor the launcher hands over."""
+    folder = DeploymentFolder(Path(sys.argv[1]))
+    os.set_inheritable(int(sys.argv[2]), False)
+    log_to(folder)
+    state = run_until_stopped(folder)
+    sys.exit(EXIT_FAILED if state.phase is Phase.FAILED else 0)
+
+
+if __name__ == "__main__":
+    main()

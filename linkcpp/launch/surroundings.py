@@ -1,0 +1,170 @@
+"""What a supervisor needs of this machine: engine, model file, discovery, and new plans."""
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterable, Mapping
+
+from linkcpp.cluster.config import load_config
+from linkcpp.cluster.discovery import find_cluster
+from linkcpp.cluster.findings import compare_engines
+from linkcpp.cluster.identity import load_identity
+from linkcpp.cluster.records import Cluster, NodeId, NodeRecord, NodeStatus
+from linkcpp.cluster.token import load_token
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_atomically
+from linkcpp.engine.check import choose_engine
+from linkcpp.engine.records import Engine
+from linkcpp.launch.api import check_port
+from linkcpp.launch.folder import DeploymentFolder
+from linkcpp.launch.llamaserver import LlamaServer
+from linkcpp.launch.records import LaunchRequest
+from linkcpp.launch.rendering import llama_server_command
+from linkcpp.model.inventory import read_inventory
+from linkcpp.planning.arguments import server_arguments
+from linkcpp.planning.documents import check_plan_model
+from linkcpp.planning.records import Plan
+from linkcpp.planning.shortfall import make_plan
+
+
+class Surroundings:
+    """This machine, as one deployment sees it."""
+
+    def __init__(self, folder: DeploymentFolder, request: LaunchRequest) -> None:
+        self.request = request
+        self._folder = folder
+        self._engine: Engine | None = None
+
+    @functools.cached_property
+    def token(self) -> str:
+        """The cluster token (needed, and so asked for, only where there are nodes)."""
+        return load_token()
+
+    async def check_model(self, plan: Plan) -> None:
+        """Hold the model file against the plan.
+
+        Raises:
+            LinkcppError: it cannot be read, llama.cpp could not load it, or it is another model.
+        """
+        inventory = await asyncio.to_thread(read_inventory, self.request.model_path)
+        check_plan_model(plan, inventory)
+
+    async def check_engine(self, plan: Plan) -> None:
+        """Find a working engine that speaks what the plan was made for.
+
+        Raises:
+            LinkcppError: there is none, or this machine is not the plan's coordinator.
+        """
+        me = load_identity()
+        if me.node_id != plan.coordinator_id:
+            raise LinkcppError(
+                f"The plan was made for the coordinator {plan.coordinator_name}, which this "
+                "machine is not.",
+                hint="Launch it there, or make another plan here with `linkcpp plan`.",
+            )
+        engine = await self.engine()
+        if engine.fingerprint is None or plan.engine.rpc_version is None:
+            return
+        if difference := compare_engines(plan.engine, engine.fingerprint):
+            raise LinkcppError(
+                f"The engine of this machine is not the plan's: {difference}.",
+                hint="Make another plan with `linkcpp plan`, or choose the plan's engine "
+                "(`linkcpp engine list`).",
+            )
+
+    async def engine(self) -> Engine:
+        """Return the engine of this machine, checked once."""
+        if self._engine is None:
+            self._engine = await asyncio.to_thread(choose_engine, load_config().engine)
+        return self._engine
+
+    async def discover_urls(self) -> list[str]:
+        """Return the addresses of all nodes that can be seen from here now."""
+        cluster = await self._cluster()
+        return [url for node in cluster.nodes for url in node.urls]
+
+    async def _cluster(self) -> Cluster:
+        plan_urls = [url for urls in self.request.plan.node_urls.values() for url in urls]
+        return await find_cluster(
+            await self.engine(),
+            urls=list(dict.fromkeys([*plan_urls, *self.request.node_urls])),
+            use_mdns=self.request.use_mdns,
+        )
+
+    async def plan_without(self, excluded: frozenset[NodeId]) -> Plan:
+        """Plan the same model with the same options over the plan's nodes that still answer.
+
+        Raises:
+            LinkcppError: it does not fit; says what would be needed.
+        """
+        cluster = await self._cluster()
+        remaining = remaining_cluster(self.request.plan, cluster, excluded)
+        inventory = await asyncio.to_thread(read_inventory, self.request.model_path)
+        return await asyncio.to_thread(make_plan, inventory, remaining, self.request.plan.options)
+
+    async def start_llama_server(
+        self, plan: Plan, endpoints: Mapping[int, str], on_line: Callable[[str], None]
+    ) -> LlamaServer:
+        """Render the command line and start llama-server with it.
+
+        Raises:
+            LinkcppError: the template or the port is unusable, or llama-server ended at once.
+        """
+        engine = await self.engine()
+        request = self.request
+        check_port(request.host, request.port)
+        command = llama_server_command(
+            program=str(engine.location.llama_server),
+            model_path=request.model_path,
+            model_name=request.name,
+            placement=server_arguments(plan, endpoints),
+            host=request.host,
+            port=request.port,
+            api_key_file=request.api_key_file,
+            own_templates=request.templates_folder,
+        )
+        write_atomically(self._folder.arguments_file, "\n".join(command) + "\n")
+        return await LlamaServer.start(
+            command,
+            library_folders=engine.location.library_folders,
+            log_path=self._folder.engine_log,
+            on_line=on_line,
+        )
+
+
+def remaining_cluster(plan: Plan, cluster: Cluster, excluded: Iterable[NodeId]) -> Cluster:
+    """Return what a new plan may use after a failure. Pure.
+
+    Only nodes of the first plan: a deployment does not spread to machines that it was not given.
+    The coordinator offers no more than it did for the first plan, so that a limit that the user
+    set there holds.
+    """
+    allowed = set(plan.node_urls) - set(excluded)
+    nodes = tuple(
+        node
+        for node in cluster.nodes
+        if node.status is NodeStatus.READY
+        and node.record is not None
+        and node.record.node_id in allowed
+    )
+    return Cluster(coordinator=_limited(cluster.coordinator, plan), nodes=nodes)
+
+
+def _limited(coordinator: NodeRecord, plan: Plan) -> NodeRecord:
+    limits = {
+        stage.device: stage.memory.available_bytes
+        for stage in plan.stages
+        if stage.is_coordinator and not stage.is_cpu
+    }
+    cpu_limit = plan.coordinator_memory.available_bytes
+    devices = tuple(
+        device.model_copy(
+            update={
+                "offered_bytes": min(
+                    device.offered_bytes,
+                    cpu_limit if device.is_cpu else limits.get(device.name, device.offered_bytes),
+                )
+            }
+        )
+        for device in coordinator.devices
+    )
+    return coordinator.model_copy(update={"devices": devices})

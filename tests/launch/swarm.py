@@ -1,0 +1,235 @@
+"""A small cluster on loopback, driven by the commands that a user types."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from linkcpp.engine.records import EngineLocation
+
+START_SECONDS = 120.0
+PROMPT = "The three most useful things in a kitchen are"
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.stdout)
+
+
+@dataclass
+class Agent:
+    """A node agent that runs."""
+
+    name: str
+    url: str
+    process: "subprocess.Popen[bytes]"
+
+    def children(self) -> list[psutil.Process]:
+        """What it has started."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+
+class Swarm:
+    """A coordinator and its nodes, each with folders of its own and all with one token."""
+
+    def __init__(self, folder: Path, engine: EngineLocation) -> None:
+        assert engine.llama_server is not None
+        self.folder = folder
+        self.home = folder / "coordinator"
+        self.agents: dict[str, Agent] = {}
+        self._engine = engine
+        self.environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("LINKCPP_")},
+            "LINKCPP_HOME": str(self.home),
+            "LINKCPP_ENGINE": str(engine.llama_server.parent),
+            "COLUMNS": "200",
+        }
+        self.run("token", "create")
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "linkcpp.cli.main", *words]
+
+    def run(self, *words: str, code: int = 0, **variables: str) -> Done:
+        """Run a command to its end and hold it to its exit code."""
+        done = subprocess.run(
+            self.command(*words),
+            env={**self.environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
+            check=False,
+        )
+        assert done.returncode == code, f"{words}: {done.stdout}\n{done.stderr}"
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def start(self, *words: str) -> "subprocess.Popen[bytes]":
+        """Start a command and leave it running."""
+        return subprocess.Popen(
+            self.command(*words),
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def start_agents(self, *names: str, memory: str | None = None) -> None:
+        """Start node agents and wait until they answer."""
+        for name in names:
+            self.agents[name] = self._begin_agent(name, memory)
+        for name in names:
+            agent = self.agents[name]
+            log = self.folder / f"{name}.log"
+            wait_until(lambda log=log: "http://" in log.read_text(), agent.process)  # type: ignore[misc]
+            text = log.read_text()
+            agent.url = "http://" + text.split("http://")[1].split()[0]
+
+    def _begin_agent(self, name: str, memory: str | None) -> Agent:
+        words = ["node", "--name", name, "--host", "127.0.0.1", "--port", "0", "--no-mdns"]
+        environment = {
+            **self.environment,
+            "LINKCPP_HOME": str(self.folder / name),
+            "LINKCPP_TOKEN_FILE": str(self.home / "config" / "token"),
+        }
+        with (self.folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                self.command(*words, *(["--memory", memory] if memory else [])),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        return Agent(name, "", process)
+
+    def node_options(self) -> list[str]:
+        return [word for agent in self.agents.values() for word in ("--node", agent.url)]
+
+    def plan(self, model: Path, *options: str, mode: str = "layers") -> Path:
+        """Plan a model over all agents; the coordinator takes little, so that the nodes must."""
+        path = self.folder / f"plan-{model.stem}-{len(list(self.folder.glob('plan-*')))}.json"
+        self.run(
+            *("plan", "--model", str(model), "--mode", mode, "--context", "1024", "--no-mdns"),
+            *(*self.node_options(), *options, "-o", str(path)),
+        )
+        return path
+
+    def launch(self, plan: Path, name: str, *options: str, code: int = 0) -> Done:
+        return self.run(
+            *("launch", str(plan), "--name", name, "--port", "0", "--no-mdns", *options), code=code
+        )
+
+    def status(self, name: str) -> dict[str, Any]:
+        report: dict[str, Any] = self.run("status", name, "--json").json
+        return report
+
+    def url(self, name: str) -> str:
+        return str(self.status(name)["state"]["api_url"])
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs for this swarm, except the agents themselves."""
+        agents = {agent.process.pid for agent in self.agents.values()}
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                home = process.environ().get("LINKCPP_HOME", "")
+                mine = home.startswith(str(self.folder))
+                if mine and process.pid not in agents and process.status() != "zombie":
+                    found.append(process)
+        return found
+
+    def close(self) -> None:
+        with contextlib.suppress(AssertionError):
+            self.run("stop", "--all")
+        for agent in self.agents.values():
+            agent.process.terminate()
+        for agent in self.agents.values():
+            agent.process.wait(START_SECONDS)
+
+
+def wait_until(
+    condition: Callable[[], Any], process: "subprocess.Popen[bytes] | None" = None
+) -> None:
+    """Wait until something is true; a process that it depends on must live meanwhile."""
+    deadline = time.monotonic() + START_SECONDS
+    while not condition():
+        assert process is None or process.poll() is None, "the process ended"
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.1)
+
+
+def tokens(url: str, *, count: int = 24) -> list[Any]:
+    """Return greedy tokens, each with its eight best log-probabilities."""
+    body = {
+        "prompt": PROMPT,
+        "n_predict": count,
+        "temperature": 0,
+        "n_probs": 8,
+        "cache_prompt": False,
+        "ignore_eos": True,
+    }
+    answer = httpx.post(f"{url}/completion", json=body, timeout=START_SECONDS)
+    answer.raise_for_status()
+    steps = answer.json()["completion_probabilities"]
+    assert len(steps) == count
+    return [
+        [step["id"], [(top["id"], top["logprob"]) for top in step["top_logprobs"]]]
+        for step in steps
+    ]
+
+
+@contextlib.contextmanager
+def one_process(engine: EngineLocation, model: Path, log: Path) -> Any:
+    """Run the whole model in one stock llama-server; yields its URL."""
+    port = free_port()
+    libraries = os.pathsep.join(str(folder) for folder in engine.library_folders)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                *(str(engine.llama_server), "-m", str(model), "--port", str(port)),
+                *("-c", "1024", "-np", "1", "-ngl", "0", "--no-repack", "--fit", "off"),
+            ],
+            env={**os.environ, "LD_LIBRARY_PATH": libraries},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: _is_healthy(url), process)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(START_SECONDS)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def free_port() -> int:
+    from linkcpp.launch.api import free_port as free  # the very function that launch uses
+
+    return free("127.0.0.1")

@@ -1,0 +1,203 @@
+"""A deployment over three nodes through its whole life, on real programs and a real model."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.launch.swarm import Swarm, one_process, tokens, wait_until
+from tests.support.engines import prebuilt_engine
+from tests.support.models import smollm2_path
+
+NAME = "smol"
+
+
+@pytest.fixture(scope="module")
+def plan(swarm: Swarm) -> Path:
+    return swarm.plan(smollm2_path())
+
+
+@pytest.fixture(scope="module")
+def url(swarm: Swarm, plan: Path) -> Iterator[str]:
+    launched = swarm.launch(plan, NAME, "--json")
+    state = launched.json
+    assert state["phase"] == "ready"
+    yield state["api_url"]
+    swarm.run("stop", NAME)
+
+
+@pytest.fixture(scope="module")
+def reference(swarm: Swarm) -> list[Any]:
+    with one_process(prebuilt_engine(), smollm2_path(), swarm.folder / "one.log") as url:
+        return tokens(url)
+
+
+def test_three_nodes_answer_exactly_as_one_process(url: str, reference: list[Any]) -> None:
+    assert tokens(url) == reference
+
+
+def test_the_openai_api_answers(url: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == httpx.codes.OK
+    assert answer.json()["model"] == NAME
+
+
+def test_status_tells_what_each_node_holds(swarm: Swarm, url: str, plan: Path) -> None:
+    report = swarm.status(NAME)
+    assert report["condition"] == "running"
+    assert report["state"]["api_url"] == url
+    planned = json.loads(plan.read_text())["stages"]
+    seen = report["state"]["stages"]
+    assert [stage["node_id"] for stage in seen] == [stage["node_id"] for stage in planned]
+    remote = [stage for stage in seen if not stage["is_coordinator"]]
+    assert {stage["node_name"] for stage in remote} == set(swarm.agents)
+    for stage in remote:
+        assert stage["held_weight_bytes"] == stage["planned_weight_bytes"]
+        assert abs(stage["model_buffer_bytes"] - stage["planned_weight_bytes"]) < 6000
+        assert stage["kv_buffer_bytes"] > 0
+        assert stage["carried_bytes"] > stage["planned_weight_bytes"]
+        assert stage["rtt_ms"] > 0
+    text = swarm.run("status").stdout
+    assert all(name in text for name in swarm.agents)
+
+
+def test_status_tells_speed_and_llama_servers_own_counters(swarm: Swarm, url: str) -> None:
+    httpx.post(f"{url}/completion", json={"prompt": "One", "n_predict": 8}, timeout=60)
+    wait_until(lambda: swarm.status(NAME)["state"]["tokens_per_second"])
+    report = swarm.run("status", NAME, "--metrics", "--json").json
+    assert report["metrics"]["tokens_predicted_total"] >= 8
+
+
+def test_the_rendered_command_lies_in_the_deployments_folder(swarm: Swarm, url: str) -> None:
+    folder = swarm.home / "state" / "deployments" / NAME
+    words = (folder / "llama-server.args").read_text().splitlines()
+    assert words[words.index("--port") + 1] == url.rsplit(":", 1)[1]
+    assert words.count("--rpc") == 1
+
+
+def test_logs_have_every_program_and_can_be_had_of_one_node(swarm: Swarm, url: str) -> None:
+    assert url
+    sources = {part["source"] for part in swarm.run("logs", NAME, "--json").json}
+    assert sources == {
+        "supervisor",
+        "llama-server",
+        *(f"rpc-server {name} CPU" for name in swarm.agents),
+    }
+    attic = swarm.run("logs", NAME, "--node", "attic", "--json").json
+    assert [part["source"] for part in attic] == ["rpc-server attic CPU"]
+    unknown = swarm.run("logs", NAME, "--node", "nowhere", code=2)
+    assert "'nowhere' is no node of 'smol'" in unknown.stderr
+
+
+def test_a_deployment_that_runs_is_not_launched_again(swarm: Swarm, url: str, plan: Path) -> None:
+    again = swarm.launch(plan, NAME, code=2)
+    assert "'smol' already runs" in again.stderr
+    assert httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK
+
+
+def test_a_port_that_is_taken_is_one_sentence(swarm: Swarm, url: str, plan: Path) -> None:
+    port = url.rsplit(":", 1)[1]
+    words = ("launch", str(plan), "--name", "other", "--port", port, "--no-mdns")
+    refused = swarm.run(*words, code=2)
+    assert f"The API cannot listen on 127.0.0.1 port {port}: address already in use" in (
+        refused.stderr
+    )
+
+
+def test_a_dry_run_tells_everything_and_does_nothing(swarm: Swarm, plan: Path) -> None:
+    words = ("launch", str(plan), "--name", "dry", "--host", "0.0.0.0", "--dry-run")
+    shown = swarm.run(*words, "--json").json
+    command = shown["command"]
+    stages = json.loads(plan.read_text())["stages"]
+    remote = [stage for stage in stages if not stage["is_coordinator"]]
+    endpoints = command[command.index("--rpc") + 1].split(",")
+    assert len(endpoints) == len(remote) == len(shown["servers"])
+    assert all("<port of tunnel" in endpoint for endpoint in endpoints)
+    assert "--api-key-file" in command
+    assert any(file["path"].endswith("api-key") for file in shown["files"])
+    text = swarm.run(*words).stdout
+    assert "ggml-rpc-server" in text
+    assert not (swarm.home / "state" / "deployments" / "dry").exists()
+
+
+def test_a_systemd_unit_runs_this_launch_in_the_foreground(swarm: Swarm, plan: Path) -> None:
+    words = ("launch", str(plan), "--name", "unit", "--systemd-unit")
+    unit = swarm.run(*words).stdout
+    line = next(line for line in unit.splitlines() if line.startswith("ExecStart="))
+    assert str(plan) in line
+    assert "--foreground" in line
+    assert f"LINKCPP_HOME={swarm.home}" in unit
+
+
+def test_an_api_beyond_loopback_needs_its_key(swarm: Swarm, plan: Path) -> None:
+    state = swarm.launch(plan, "open", "--host", "0.0.0.0", "--json").json
+    key_file = Path(state["api_key_file"])
+    assert key_file.stat().st_mode & 0o777 == 0o600
+    key = key_file.read_text().strip()
+    body = {"prompt": "One", "n_predict": 2}
+    without = httpx.post(f"{state['api_url']}/completion", json=body, timeout=60)
+    assert without.status_code == httpx.codes.UNAUTHORIZED
+    headers = {"Authorization": f"Bearer {key}"}
+    answer = httpx.post(f"{state['api_url']}/completion", json=body, headers=headers, timeout=60)
+    assert answer.status_code == httpx.codes.OK
+    everything = [word for process in swarm.processes() for word in process.cmdline()]
+    assert not any(key in word for word in everything)
+    swarm.run("stop", "open")
+
+
+def test_a_killed_node_is_replaced_by_a_new_plan_on_the_same_port(
+    swarm: Swarm, url: str, reference: list[Any]
+) -> None:
+    victim = swarm.agents.pop("garage")
+    for process in [*victim.children(), psutil.Process(victim.process.pid)]:
+        process.kill()
+    victim.process.wait()
+
+    def has_recovered() -> bool:
+        report = swarm.status(NAME)
+        is_up: bool = report["condition"] == "running"
+        return is_up and report["state"]["restart_count"] == 1
+
+    wait_until(has_recovered)
+    state = swarm.status(NAME)["state"]
+    assert state["excluded_nodes"] == ["garage"]
+    assert "garage" not in {stage["node_name"] for stage in state["stages"]}
+    assert any("garage went away" in notice["text"] for notice in state["notices"])
+    assert any("starting again without garage" in notice["text"] for notice in state["notices"])
+    assert state["api_url"] == url
+    assert tokens(url) == reference
+
+
+def test_a_killed_supervisor_leaves_nothing_and_status_says_so(swarm: Swarm, url: str) -> None:
+    assert url
+    supervisor = psutil.Process(swarm.status(NAME)["state"]["supervisor"]["pid"])
+    assert swarm.processes()
+    supervisor.kill()
+    wait_until(lambda: not swarm.processes())
+    report = swarm.status(NAME)
+    assert report["condition"] == "crashed"
+    assert report["explanation"] == "Its supervisor is gone, and llama-server with it."
+    assert "linkcpp stop smol" in report["advice"]
+    assert all(not agent.children() for agent in swarm.agents.values())
+
+
+def test_stopping_cleans_up_after_a_crash_and_twice_is_no_harm(swarm: Swarm, url: str) -> None:
+    assert url
+    first = swarm.run("stop", NAME, "--json").json
+    assert first == {NAME: "cleaned_up"}
+    second = swarm.run("stop", NAME, "--json").json
+    assert second == {NAME: "was_stopped"}
+    assert swarm.status(NAME)["condition"] == "stopped"
+    assert swarm.run("stop", "--all", "--json").json[NAME] == "was_stopped"
+
+
+def test_a_plan_whose_node_is_gone_is_refused_by_name(swarm: Swarm, plan: Path) -> None:
+    assert "garage" not in swarm.agents
+    refused = swarm.launch(plan, "again", code=2)
+    assert "The plan needs garage, which cannot be found." in refused.stderr
+    wait_until(lambda: not swarm.processes())

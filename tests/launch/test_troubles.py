@@ -1,0 +1,194 @@
+"""What goes wrong for users, and what they are told."""
+
+import json
+import secrets
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.launch.swarm import Swarm, free_port, wait_until
+from tests.support.engines import prebuilt_engine
+from tests.support.models import llama, smollm2_path
+
+TERABYTE = 10**12
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    swarm = Swarm(tmp_path_factory.mktemp("pair"), prebuilt_engine())
+    swarm.start_agents("attic", "cellar")
+    yield swarm
+    swarm.close()
+
+
+@pytest.fixture(scope="module")
+def plan(pair: Swarm) -> Path:
+    return pair.plan(smollm2_path())
+
+
+@pytest.fixture
+def changed(plan: Path, tmp_path: Path) -> Any:
+    """Write the plan anew with some of its JSON changed by a function."""
+
+    def change(edit: Any) -> Path:
+        content = json.loads(plan.read_text())
+        edit(content)
+        path = tmp_path / "changed.json"
+        path.write_text(json.dumps(content))
+        return path
+
+    return change
+
+
+def _refusal(swarm: Swarm, plan: Path, *options: str, **variables: str) -> str:
+    words = ("launch", str(plan), "--name", "no", "--port", "0", "--no-mdns", *options)
+    refused = swarm.run(*words, code=2, **variables)
+    assert "Traceback" not in refused.stderr
+    assert "way out:" in refused.stderr
+    assert not refused.stdout
+    wait_until(lambda: not swarm.processes())
+    assert all(not agent.children() for agent in swarm.agents.values())
+    return refused.stderr
+
+
+def test_a_file_that_is_no_plan(pair: Swarm, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("{]")
+    assert str(path) in _refusal(pair, path)
+    assert str(tmp_path / "none.json") in _refusal(pair, tmp_path / "none.json")
+
+
+def test_a_plan_of_a_later_version(pair: Swarm, changed: Any) -> None:
+    path = changed(lambda plan: plan.update(schema_version=99))
+    assert "99" in _refusal(pair, path)
+
+
+def test_a_model_that_is_not_there(pair: Swarm, plan: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "gone.gguf"
+    assert f"no model file {missing}" in _refusal(pair, plan, "--model", str(missing))
+
+
+def test_another_model_under_the_plans_name(pair: Swarm, plan: Path, tmp_path: Path) -> None:
+    swapped = tmp_path / smollm2_path().name
+    swapped.write_bytes(llama().read_bytes())
+    assert "model" in _refusal(pair, plan, "--model", str(swapped))
+
+
+def test_a_model_that_was_cut_off(pair: Swarm, plan: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(smollm2_path().read_bytes()[:5_000_000])
+    assert str(cut) in _refusal(pair, plan, "--model", str(cut))
+
+
+def test_a_plan_for_another_coordinator(pair: Swarm, changed: Any) -> None:
+    path = changed(lambda plan: plan.update(coordinator_id="somebody", coordinator_name="tower"))
+    assert "coordinator tower" in _refusal(pair, path)
+
+
+def test_a_plan_for_another_engine(pair: Swarm, changed: Any) -> None:
+    def edit(plan: Any) -> None:
+        plan["engine"]["rpc_version"] = {"major": 9, "minor": 0, "patch": 0}
+
+    assert "RPC 9.0.0" in _refusal(pair, changed(edit))
+
+
+def test_a_token_that_is_not_the_clusters(pair: Swarm, plan: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(secrets.token_urlsafe(32))
+    token.chmod(0o600)
+    assert "another cluster token" in _refusal(pair, plan, LINKCPP_TOKEN_FILE=str(token))
+
+
+def test_a_node_that_has_too_little_memory_now(pair: Swarm, changed: Any) -> None:
+    def edit(plan: Any) -> None:
+        stage = next(stage for stage in plan["stages"] if stage["node_name"] == "cellar")
+        stage["memory"]["kv_bytes"] = TERABYTE
+
+    told = _refusal(pair, changed(edit))
+    assert "cellar does not start an rpc-server" in told
+    assert "1.00 TB" in told
+
+
+def test_a_template_that_moves_layers(pair: Swarm, plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "llama-server.args.j2").write_text(
+        "{{ engine.program }}\n{% for word in placement %}\n{{ word }}\n{% endfor %}\n-ngl\n0\n"
+    )
+    assert "-ngl, which the plan decides" in _refusal(pair, plan, "--templates", str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written(pair: Swarm, plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "Cannot" in _refusal(pair, plan, LINKCPP_HOME=str(tmp_path / "file"))
+
+
+def test_a_key_file_without_a_key(pair: Swarm, plan: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# none yet\n")
+    assert "holds no key" in _refusal(pair, plan, "--api-key-file", str(keys))
+
+
+def test_ctrl_c_in_the_middle_of_a_launch_leaves_nothing(pair: Swarm, plan: Path) -> None:
+    launching = pair.start("launch", str(plan), "--name", "halfway", "--port", "0", "--no-mdns")
+    state_file = pair.home / "state" / "deployments" / "halfway" / "state.json"
+    wait_until(
+        lambda: state_file.exists() and json.loads(state_file.read_text())["llama_server"],
+        launching,
+    )
+    launching.send_signal(signal.SIGINT)
+    assert launching.wait(60) == 130
+    assert not pair.processes()
+    assert all(not agent.children() for agent in pair.agents.values())
+    assert pair.status("halfway")["condition"] == "stopped"
+
+
+@pytest.fixture(scope="module")
+def attached(pair: Swarm, plan: Path) -> Iterator["tuple[subprocess.Popen[bytes], str]"]:
+    """A deployment in the foreground, as a service manager runs it."""
+    port = str(free_port())
+    words = ("launch", str(plan), "--name", "service", "--port", port, "--no-mdns")
+    process = pair.start(*words, "--foreground")
+    state_file = pair.home / "state" / "deployments" / "service" / "state.json"
+    wait_until(
+        lambda: state_file.exists() and json.loads(state_file.read_text())["ready_at"], process
+    )
+    yield process, f"http://127.0.0.1:{port}"
+    process.terminate()
+    process.wait(60)
+
+
+def test_a_llama_server_that_dies_alone_is_started_again_on_the_same_plan(
+    pair: Swarm, attached: "tuple[subprocess.Popen[bytes], str]"
+) -> None:
+    before = pair.status("service")["state"]
+    psutil.Process(before["llama_server"]["pid"]).kill()
+    wait_until(lambda: pair.status("service")["state"]["restart_count"] == 1)
+    wait_until(lambda: pair.status("service")["condition"] == "running")
+    after = pair.status("service")["state"]
+    assert after["excluded_nodes"] == []
+    assert [stage["node_id"] for stage in after["stages"]] == [
+        stage["node_id"] for stage in before["stages"]
+    ]
+    assert any("llama-server stopped" in notice["text"] for notice in after["notices"])
+    assert httpx.get(f"{attached[1]}/health", timeout=5).status_code == httpx.codes.OK
+
+
+def test_when_all_nodes_are_gone_and_the_rest_does_not_fit_it_says_what_is_needed(
+    pair: Swarm, attached: "tuple[subprocess.Popen[bytes], str]"
+) -> None:
+    for agent in pair.agents.values():
+        for process in [*agent.children(), psutil.Process(agent.process.pid)]:
+            process.kill()
+        agent.process.wait()
+    pair.agents.clear()
+    assert attached[0].wait(60) == 2
+    report = pair.status("service")
+    assert report["condition"] == "failed"
+    assert "went away" in report["explanation"]
+    assert report["advice"]
+    assert not pair.processes()
