@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+from pydantic import Field
+
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.records import Record
 from linkcpp.engine.records import EngineFingerprint
@@ -35,17 +37,23 @@ class PlanOptions(Record):
     """What the user asks of a deployment.
 
     ``context_tokens`` is per sequence; ``parallel`` is the number of sequences (slots).
-    ``reserve_bytes`` is left free on every device besides everything that is counted.
+    ``reserve_bytes`` is left free on every device besides everything that is counted; ``None``
+    leaves 5 % of what the device offers, at most 512 MiB. ``minimum_stages`` spreads the layers
+    over at least so many devices of nodes, or all that there are if fewer (mode ``layers`` only).
+    ``checkpoint_count`` is how many snapshots of the recurrent state and of sliding windows
+    llama-server keeps for each slot, so that a chat's next turn need not read the whole prompt.
     """
 
     mode: PlanMode = PlanMode.AUTO
-    context_tokens: int = 4096
-    parallel: int = 1
+    context_tokens: int = Field(default=4096, ge=1)
+    parallel: int = Field(default=1, ge=1)
     cache_type_k: CacheType = CacheType.F16
     cache_type_v: CacheType = CacheType.F16
-    batch_tokens: int = 2048
-    ubatch_tokens: int = 512
-    reserve_bytes: int = 256 * 2**20
+    batch_tokens: int = Field(default=2048, ge=1)
+    ubatch_tokens: int = Field(default=512, ge=1)
+    reserve_bytes: int | None = Field(default=None, ge=0)
+    minimum_stages: int = Field(default=1, ge=1)
+    checkpoint_count: int = Field(default=4, ge=0)
     repack: bool = False
 
 
@@ -82,6 +90,7 @@ class Stage(Record):
     Layers ``first_layer`` to ``first_layer + layer_count - 1``. ``holds_output`` marks the stage
     that also has the output head. ``expert_layers_in_ram`` are layers of this window whose
     experts stay in the coordinator's RAM (only on the coordinator's own devices).
+    ``compute_ms`` and ``network_ms`` are the stage's part of the time of one decoded token.
     """
 
     node_id: NodeId
@@ -94,23 +103,36 @@ class Stage(Record):
     holds_output: bool
     expert_layers_in_ram: tuple[int, ...] = ()
     memory: DeviceMemory
+    compute_ms: float = 0.0
+    network_ms: float = 0.0
+
+    @property
+    def slot_count(self) -> int:
+        """What llama.cpp counts for ``-ngl`` and ``-ts``: the layers, and one for the output."""
+        return self.layer_count + self.holds_output
 
 
 class Expectation(Record):
-    """What the plan predicts for one decoded token, in milliseconds."""
+    """What the plan predicts for one decoded token, in milliseconds.
+
+    ``optimality_gap`` bounds how much slower the plan may be than the best one, relative to it;
+    0 means proved optimal. ``assumptions`` name speeds and links that were not measured.
+    """
 
     token_ms: float
     compute_ms: float
     network_ms: float
     optimality_gap: float
     objective: str
+    assumptions: tuple[str, ...] = ()
 
 
 class Plan(Record):
     """Who holds what. Everything on a command line that concerns placement derives from this.
 
     ``coordinator_memory`` is what the coordinator's RAM holds in total (input embeddings, its CPU
-    window, experts kept in RAM). ``node_urls`` are hints; a node is found again by its id.
+    window, experts kept in RAM). ``node_urls`` are hints for every node that the plan could have
+    used; a node is found again by its id. ``reason`` says in words why this placement was taken.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -124,3 +146,33 @@ class Plan(Record):
     coordinator_memory: DeviceMemory
     node_urls: dict[NodeId, tuple[str, ...]]
     expectation: Expectation
+    reason: str = ""
+
+
+class Shortfall(Record):
+    """What is short, where, and by how much."""
+
+    where: str
+    what: str
+    needed_bytes: int
+    available_bytes: int
+
+    @property
+    def short_bytes(self) -> int:
+        """How much is missing."""
+        return self.needed_bytes - self.available_bytes
+
+
+class Remedy(Record):
+    """A change after which the plan fits; ``options`` are what to ask for, if it is an option."""
+
+    text: str
+    options: PlanOptions | None = None
+
+
+class Infeasible(Record):
+    """Why there is no plan, and the changes with which there would be, the smallest first."""
+
+    mode: PlanMode
+    shortfalls: tuple[Shortfall, ...]
+    remedies: tuple[Remedy, ...]

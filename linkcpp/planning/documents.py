@@ -1,0 +1,114 @@
+"""Plans as text, and whether a plan is for this model and these nodes."""
+
+import json
+from collections.abc import Iterable
+
+from pydantic import ValidationError
+
+from linkcpp.cluster.records import DiscoveredNode, NodeStatus
+from linkcpp.common.errors import LinkcppError
+from linkcpp.model.records import ModelInventory
+from linkcpp.planning.records import SCHEMA_VERSION, Plan
+
+# A plan over a thousand nodes takes some hundred kilobytes.
+MOST_PLAN_BYTES = 16 * 2**20
+_MAKE_AGAIN = "Make the plan again with `linkcpp plan`."
+
+
+def plan_text(plan: Plan) -> str:
+    """Write a plan as the text of a plan file."""
+    return plan.model_dump_json(indent=2) + "\n"
+
+
+def parse_plan(text: bytes | str, *, source: str) -> Plan:
+    """Read the text of a plan file; ``source`` names it in errors.
+
+    Raises:
+        LinkcppError: it is not a plan, or one of a newer linkcpp.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LinkcppError(f"{source} is not a plan: it is not JSON.", hint=_MAKE_AGAIN) from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if not isinstance(version, int):
+        raise LinkcppError(f"{source} is not a plan: it has no schema_version.", hint=_MAKE_AGAIN)
+    if version > SCHEMA_VERSION:
+        raise LinkcppError(
+            f"{source} was written by a newer linkcpp (schema {version}, this one reads up to "
+            f"{SCHEMA_VERSION}).",
+            hint="Update linkcpp on this machine, or make the plan again here.",
+        )
+    try:
+        return Plan.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise LinkcppError(
+            f"{source} is not a valid plan: {where}: {first['msg']}.", hint=_MAKE_AGAIN
+        ) from error
+
+
+def check_plan_model(plan: Plan, inventory: ModelInventory) -> None:
+    """Refuse a plan that was made for another model.
+
+    A plan that was made from a preset has no digest: then the model must have its shape.
+
+    Raises:
+        LinkcppError: the model is another one.
+    """
+    planned = plan.model
+    if planned.digest is not None:
+        if inventory.digest is not None and inventory.digest != planned.digest:
+            raise LinkcppError(
+                f"The plan was made for {planned.name} ({planned.source}), but {inventory.source} "
+                f"is another model ({inventory.name}).",
+                hint=f"Name the right file with --model, or plan again for {inventory.name}.",
+            )
+        return
+    shape = inventory.shape
+    found = (shape.architecture, len(inventory.layers), inventory.weight_bytes)
+    wanted = (planned.architecture, planned.layer_count, planned.weight_bytes)
+    if found != wanted:
+        raise LinkcppError(
+            f"The plan was made for the preset {planned.name} ({wanted[0]}, {wanted[1]} blocks, "
+            f"{wanted[2]:,} bytes of weights), but {inventory.source} has {found[0]}, {found[1]} "
+            f"blocks, {found[2]:,} bytes.",
+            hint=f"Plan again for the file: `linkcpp plan --model {inventory.source}`.",
+        )
+
+
+def check_plan_nodes(plan: Plan, nodes: Iterable[DiscoveredNode]) -> None:
+    """Refuse a plan of which a node is missing, not ready, or short of what it should hold.
+
+    Raises:
+        LinkcppError: the first such node, by name.
+    """
+    by_id = {node.record.node_id: node for node in nodes if node.record is not None}
+    for stage in plan.stages:
+        if stage.is_coordinator:
+            continue
+        node = by_id.get(stage.node_id)
+        if node is None or node.record is None:
+            raise LinkcppError(
+                f"The plan needs the node {stage.node_name}, which was not found.",
+                hint="Start `linkcpp node` there, or plan again with the nodes that are here.",
+            )
+        if node.status is not NodeStatus.READY:
+            raise LinkcppError(
+                f"The plan needs the node {stage.node_name}, which is not ready: "
+                f"{node.reason or node.status.value}.",
+                hint="Mend that, or plan again without it.",
+            )
+        offered = {device.name: device.offered_bytes for device in node.record.devices}
+        if stage.device not in offered:
+            raise LinkcppError(
+                f"The node {stage.node_name} has no device {stage.device} any more.",
+                hint=_MAKE_AGAIN,
+            )
+        if stage.memory.used_bytes > offered[stage.device]:
+            raise LinkcppError(
+                f"The node {stage.node_name} offers {offered[stage.device]:,} bytes on "
+                f"{stage.device} now, and the plan needs {stage.memory.used_bytes:,}.",
+                hint="Free memory there, or plan again.",
+            )

@@ -1,0 +1,137 @@
+"""What a cluster offers to a plan: devices with a memory budget, a speed and a link."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from linkcpp.cluster.records import Cluster, DiscoveredNode, Link, NodeDevice, NodeId, NodeStatus
+from linkcpp.planning.records import PlanOptions
+
+# Taken where nothing was measured: below what all but the oldest machines reach, so that a device
+# which was measured is preferred, and a plan is not made on a hope.
+ASSUMED_CPU_BYTES_PER_SECOND = 10e9
+ASSUMED_GPU_BYTES_PER_SECOND = 100e9
+ASSUMED_RTT_MS = 5.0
+ASSUMED_LINK_BYTES_PER_SECOND = 12.5e6  # 100 Mbit/s
+
+RESERVE_SHARE = 20  # one part in twenty
+MOST_RESERVE_BYTES = 512 * 2**20
+# Above any machine; a node that claims more must not overflow sums of 64-bit integers.
+_MOST_BYTES = 2**50
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One device that may hold a window.
+
+    ``budget_bytes`` is what is offered less the reserve. ``visit_ms`` is the round trip of one
+    visit, 0 on the coordinator. ``assumed`` names what was not measured.
+    """
+
+    node_id: NodeId
+    node_name: str
+    device: str
+    is_cpu: bool
+    is_coordinator: bool
+    available_bytes: int
+    reserve_bytes: int
+    read_bytes_per_second: float
+    visit_ms: float = 0.0
+    link_bytes_per_second: float | None = None
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def budget_bytes(self) -> int:
+        """What a window may take."""
+        return max(0, self.available_bytes - self.reserve_bytes)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the CPU on which llama-server itself runs."""
+        return self.is_coordinator and self.is_cpu
+
+    def read_ms(self, size_bytes: float) -> float:
+        """Time to stream weights or cache from the device's memory."""
+        return size_bytes / self.read_bytes_per_second * 1e3
+
+    def transfer_ms(self, size_bytes: float) -> float:
+        """Time of one visit that carries ``size_bytes`` over the link; 0 on the coordinator."""
+        if self.link_bytes_per_second is None:
+            return 0.0
+        return self.visit_ms + size_bytes / self.link_bytes_per_second * 1e3
+
+
+def usable_nodes(cluster: Cluster) -> tuple[DiscoveredNode, ...]:
+    """The nodes that a plan may use, each once, in a fixed order.
+
+    The coordinator's own agent is not among them: its memory is the coordinator's.
+    """
+    by_id: dict[NodeId, DiscoveredNode] = {}
+    for node in cluster.nodes:
+        if node.status is NodeStatus.READY and node.record and not node.is_this_machine:
+            by_id.setdefault(node.record.node_id, node)
+    by_id.pop(cluster.coordinator.node_id, None)
+    return tuple(by_id[node_id] for node_id in sorted(by_id))
+
+
+def coordinator_offers(cluster: Cluster, options: PlanOptions) -> tuple[Offer, ...]:
+    """The devices of the coordinator, its CPU first."""
+    node = cluster.coordinator
+    offers = [_offer(node.node_id, node.name, device, options) for device in node.devices]
+    return tuple(sorted(offers, key=lambda offer: not offer.is_cpu))
+
+
+def remote_offers(cluster: Cluster, options: PlanOptions) -> tuple[Offer, ...]:
+    """The devices of all usable nodes."""
+    return tuple(_remote(usable_nodes(cluster), options))
+
+
+def _remote(nodes: Iterable[DiscoveredNode], options: PlanOptions) -> Iterator[Offer]:
+    for node in nodes:
+        if node.record is None:
+            continue
+        for device in node.record.devices:
+            # The agent's name may be shared; discovery's is told apart from others.
+            yield _offer(node.record.node_id, node.name, device, options, link=node.link, far=True)
+
+
+def _offer(
+    node_id: NodeId,
+    name: str,
+    device: NodeDevice,
+    options: PlanOptions,
+    *,
+    link: Link | None = None,
+    far: bool = False,
+) -> Offer:
+    assumed = []
+    rate = device.read_bytes_per_second
+    if rate is None:
+        rate = ASSUMED_CPU_BYTES_PER_SECOND if device.is_cpu else ASSUMED_GPU_BYTES_PER_SECOND
+        assumed.append(f"{name}: {device.name} was not measured, taken as {rate / 1e9:.0f} GB/s")
+    bandwidth = link.bytes_per_second if link else None
+    if far and bandwidth is None:
+        bandwidth = ASSUMED_LINK_BYTES_PER_SECOND
+        assumed.append(f"{name}: the link's rate was not measured, taken as 100 Mbit/s")
+    if far and link is None:
+        assumed.append(f"{name}: the round trip was not measured, taken as {ASSUMED_RTT_MS:.0f} ms")
+    available = min(device.offered_bytes, _MOST_BYTES)
+    return Offer(
+        node_id=node_id,
+        node_name=name,
+        device=device.name,
+        is_cpu=device.is_cpu,
+        is_coordinator=not far,
+        available_bytes=available,
+        reserve_bytes=reserve_bytes(available, options),
+        read_bytes_per_second=rate,
+        visit_ms=(link.rtt_ms if link else ASSUMED_RTT_MS) if far else 0.0,
+        link_bytes_per_second=bandwidth if far else None,
+        assumed=tuple(assumed),
+    )
+
+
+def reserve_bytes(available_bytes: int, options: PlanOptions) -> int:
+    """What is left free of a device."""
+    if options.reserve_bytes is not None:
+        return options.reserve_bytes
+    return min(available_bytes // RESERVE_SHARE, MOST_RESERVE_BYTES)

@@ -1,0 +1,197 @@
+"""(model inventory, cluster, options) -> Plan, or why there is none."""
+
+from collections.abc import Sequence
+
+from linkcpp.cluster.records import Cluster
+from linkcpp.common.errors import LinkcppError
+from linkcpp.model.records import ModelInventory
+from linkcpp.planning.costs import Costs, loads_next_token_blocks, pipelines_remote_devices
+from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers, usable_nodes
+from linkcpp.planning.placing import Held, Placement, place
+from linkcpp.planning.records import (
+    DeviceMemory,
+    Expectation,
+    ModelReference,
+    Plan,
+    PlanMode,
+    PlanOptions,
+    Stage,
+)
+
+OBJECTIVE = (
+    "time of one decoded token, one sequence: memory read / memory speed of each stage, "
+    "and one visit (round trip + bytes / link rate) of each remote stage"
+)
+# A solver's last digits must not send a model over the network.
+_TIE = 1e-9
+
+
+def find_plan(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> Plan | None:
+    """Return the fastest plan, or ``None`` if nothing fits; ``single`` wins ties.
+
+    Raises:
+        LinkcppError: the options do not suit the model, or this machine has no engine.
+    """
+    engine = cluster.coordinator.engine
+    if engine is None:
+        raise LinkcppError(
+            "This machine has no working llama.cpp engine, which a coordinator needs.",
+            hint="`linkcpp doctor` says what is missing; `linkcpp engine install` mends it.",
+        )
+    costs = Costs(inventory, options, loads_next_token=loads_next_token_blocks(engine))
+    local = coordinator_offers(cluster, options)
+    remote = remote_offers(cluster, options)
+    candidates: list[tuple[PlanMode, Placement]] = []
+    if options.mode is not PlanMode.LAYERS:
+        alone = place(costs, local, (), least_remote=0, pipelines=len(local) > 2)
+        if alone is not None:
+            candidates.append((PlanMode.SINGLE, alone))
+    if options.mode is not PlanMode.SINGLE and remote:
+        spread = place(
+            costs,
+            local,
+            remote,
+            least_remote=min(options.minimum_stages, len(remote)),
+            pipelines=pipelines_remote_devices(engine),
+        )
+        if spread is not None:
+            candidates.append((PlanMode.LAYERS, spread))
+    if not candidates:
+        return None
+    mode, best = candidates[0]
+    for other_mode, other in candidates[1:]:
+        if other.token_ms < best.token_ms * (1 - _TIE):
+            mode, best = other_mode, other
+    bound = min(placement.bound_ms for _, placement in candidates)
+    return _plan(
+        inventory=inventory,
+        cluster=cluster,
+        costs=costs,
+        mode=mode,
+        placement=best,
+        bound_ms=bound,
+        reason=_reason(candidates, mode, options),
+    )
+
+
+def _plan(
+    *,
+    inventory: ModelInventory,
+    cluster: Cluster,
+    costs: Costs,
+    mode: PlanMode,
+    placement: Placement,
+    bound_ms: float,
+    reason: str,
+) -> Plan:
+    coordinator = cluster.coordinator
+    assert coordinator.engine is not None  # noqa: S101 - find_plan refuses it before
+    host = coordinator_offers(cluster, costs.options)[0]
+    stages = tuple(_stage(costs, held, host, placement) for held in placement.windows)
+    own = next((held for held in placement.windows if held.offer.is_host), None)
+    kept = sum(
+        costs.kept_expert_bytes(inventory.layers[layer])
+        for held in placement.windows
+        for layer in held.kept
+    )
+    compute = sum(stage.compute_ms for stage in stages)
+    network = sum(stage.network_ms for stage in stages)
+    token = compute + network
+    assumed = [note for held in placement.windows for note in held.offer.assumed]
+    return Plan(
+        mode=mode,
+        model=ModelReference(
+            name=inventory.name,
+            source=inventory.source,
+            digest=inventory.digest,
+            architecture=inventory.shape.architecture,
+            layer_count=len(inventory.layers),
+            weight_bytes=inventory.weight_bytes,
+        ),
+        options=costs.options,
+        coordinator_id=coordinator.node_id,
+        coordinator_name=coordinator.name,
+        engine=coordinator.engine,
+        stages=stages,
+        coordinator_memory=costs.host_memory(
+            own.last if own else 0,
+            is_pipeline=placement.is_pipeline,
+            available=host.available_bytes,
+            reserve=host.reserve_bytes,
+            kept=kept,
+        ),
+        node_urls={node.record.node_id: node.urls for node in usable_nodes(cluster) if node.record},
+        expectation=Expectation(
+            token_ms=token,
+            compute_ms=compute,
+            network_ms=network,
+            optimality_gap=max(0.0, min(1.0, (token - bound_ms) / token)) if token > 0 else 0.0,
+            objective=OBJECTIVE,
+            assumptions=tuple(dict.fromkeys(assumed)),
+        ),
+        reason=reason,
+    )
+
+
+def _stage(costs: Costs, held: Held, host: Offer, placement: Placement) -> Stage:
+    offer, first, last = held.offer, held.first, held.last
+    layers = costs.layers(first, last)
+    kept_read = sum(costs.read_expert_bytes(costs.inventory.layers[layer]) for layer in held.kept)
+    compute = offer.read_ms(costs.read_window_bytes(first, last) - kept_read)
+    network = offer.transfer_ms(costs.link_bytes(last)) if not offer.is_coordinator else 0.0
+    return Stage(
+        node_id=offer.node_id,
+        node_name=offer.node_name,
+        is_coordinator=offer.is_coordinator,
+        device=offer.device,
+        is_cpu=offer.is_cpu,
+        first_layer=first,
+        layer_count=len(layers),
+        holds_output=costs.holds_output(last),
+        expert_layers_in_ram=held.kept,
+        memory=_stage_memory(costs, held, placement),
+        compute_ms=compute + host.read_ms(kept_read),
+        network_ms=network,
+    )
+
+
+def _stage_memory(costs: Costs, held: Held, placement: Placement) -> DeviceMemory:
+    offer = held.offer
+    if offer.is_host:
+        return costs.host_memory(
+            held.last,
+            is_pipeline=placement.is_pipeline,
+            available=offer.available_bytes,
+            reserve=offer.reserve_bytes,
+        )
+    memory = costs.device_memory(
+        held.first,
+        held.last,
+        is_pipeline=placement.is_pipeline,
+        available=offer.available_bytes,
+        reserve=offer.reserve_bytes,
+    )
+    kept = [costs.kept_expert_bytes(costs.inventory.layers[layer]) for layer in held.kept]
+    return memory.model_copy(
+        update={
+            "weight_bytes": memory.weight_bytes - sum(kept),
+            "compute_bytes": memory.compute_bytes + max(kept, default=0),
+        }
+    )
+
+
+def _reason(
+    candidates: Sequence[tuple[PlanMode, Placement]], mode: PlanMode, options: PlanOptions
+) -> str:
+    times = {kind: placement.token_ms for kind, placement in candidates}
+    if options.mode is not PlanMode.AUTO:
+        return f"mode {mode} was asked for; this is its fastest placement"
+    if len(times) > 1:
+        other = next(kind for kind in times if kind is not mode)
+        return (
+            f"{mode} takes {times[mode]:.2f} ms a token, the best placement with "
+            f"{other} {times[other]:.2f} ms"
+        )
+    if mode is PlanMode.SINGLE:
+        return "the coordinator holds the whole model, and no placement over nodes fits"
+    return "the coordinator alone cannot hold the model"

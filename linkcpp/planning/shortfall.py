@@ -1,0 +1,229 @@
+"""Why nothing fits, and the smallest changes after which something does."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from linkcpp.cluster.records import Cluster
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.units import format_bytes
+from linkcpp.model.records import ModelInventory
+from linkcpp.planning.assumed import assumed_node, with_coordinator_memory, with_nodes
+from linkcpp.planning.costs import Costs, loads_next_token_blocks
+from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers
+from linkcpp.planning.placing import MOST_DEVICES
+from linkcpp.planning.planner import find_plan
+from linkcpp.planning.records import (
+    CacheType,
+    Infeasible,
+    Plan,
+    PlanMode,
+    PlanOptions,
+    Remedy,
+    Shortfall,
+)
+
+SMALLEST_CONTEXT = 512
+_CONTEXT_STEP = 256
+_GRAIN_BYTES = 250 * 10**6
+_MOST_REMEDIES = 4
+
+
+class InfeasibleError(LinkcppError):
+    """No placement fits; ``infeasible`` says what is short and what would help."""
+
+    def __init__(self, infeasible: Infeasible) -> None:
+        first = infeasible.shortfalls[0]
+        remedies = " Or: ".join(remedy.text for remedy in infeasible.remedies)
+        super().__init__(
+            f"The model does not fit: {first.where} {_verb(first)}.",
+            hint=remedies or "Add memory or nodes, or take a smaller model.",
+        )
+        self.infeasible = infeasible
+
+
+def _verb(shortfall: Shortfall) -> str:
+    short = max(0, shortfall.short_bytes)
+    return (
+        f"needs {format_bytes(shortfall.needed_bytes)} for {shortfall.what} and has "
+        f"{format_bytes(shortfall.available_bytes)}, {format_bytes(short)} short"
+    )
+
+
+def make_plan(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> Plan:
+    """Return the fastest plan that fits.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        LinkcppError: the options do not suit the model, or this machine has no engine.
+    """
+    plan = find_plan(inventory, cluster, options)
+    if plan is None:
+        raise InfeasibleError(explain(inventory, cluster, options))
+    return plan
+
+
+def explain(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> Infeasible:
+    """Say what is short and what would help, where ``find_plan`` found nothing."""
+    engine = cluster.coordinator.engine
+    costs = Costs(inventory, options, loads_next_token=loads_next_token_blocks(engine))
+    local = coordinator_offers(cluster, options)
+    remote = remote_offers(cluster, options) if options.mode is not PlanMode.SINGLE else ()
+    remedies = _remedies(inventory, cluster, options)
+    return Infeasible(
+        mode=options.mode,
+        shortfalls=tuple(_shortfalls(costs, local, remote)),
+        remedies=tuple(remedy for remedy, _ in zip(remedies, range(_MOST_REMEDIES), strict=False)),
+    )
+
+
+def _shortfalls(
+    costs: Costs, local: Sequence[Offer], remote: Sequence[Offer]
+) -> Iterator[Shortfall]:
+    host = local[0]
+    base = costs.host_memory(0, is_pipeline=False, available=0, reserve=0).used_bytes
+    if base > host.budget_bytes:
+        what = "input embeddings and buffers, which llama-server always keeps"
+        yield Shortfall(
+            where=f"the coordinator {host.node_name}",
+            what=what,
+            needed_bytes=base,
+            available_bytes=host.budget_bytes,
+        )
+        return
+    everything = costs.host_memory(costs.slots, is_pipeline=False, available=0, reserve=0)
+    devices = sorted((*local[1:], *remote), key=lambda offer: -offer.budget_bytes)[:MOST_DEVICES]
+    if not devices:
+        yield Shortfall(
+            where=f"the coordinator {host.node_name}",
+            what="the whole model",
+            needed_bytes=everything.used_bytes,
+            available_bytes=host.budget_bytes,
+        )
+        return
+    windows = costs.windows(is_pipeline=False)
+    one = windows.last - windows.first == 1
+    largest = int(windows.device_bytes[one].max())
+    total = sum(offer.budget_bytes for offer in (host, *devices))
+    if everything.used_bytes > total or largest <= devices[0].budget_bytes:
+        count = len({offer.node_id for offer in devices if not offer.is_coordinator})
+        with_nodes_text = f" with {count} nodes" if count else ""
+        workspace = int(windows.device_bytes[one].min())
+        need = max(everything.used_bytes, total + workspace)
+        yield Shortfall(
+            where=f"the coordinator{with_nodes_text}",
+            what="weights, cache and buffers, in whole layers",
+            needed_bytes=need if everything.used_bytes <= total else everything.used_bytes,
+            available_bytes=total,
+        )
+    else:
+        yield Shortfall(
+            where=f"the largest device, {devices[0].device} of {devices[0].node_name},",
+            what="the largest layer",
+            needed_bytes=largest,
+            available_bytes=devices[0].budget_bytes,
+        )
+
+
+def _remedies(
+    inventory: ModelInventory, cluster: Cluster, options: PlanOptions
+) -> Iterator[Remedy]:
+    """Changes that help, the cheapest for the user first; each was tried."""
+
+    def fits(changed: PlanOptions, where: Cluster = cluster) -> bool:
+        try:
+            return find_plan(inventory, where, changed) is not None
+        except LinkcppError:  # this model cannot have that cache type
+            return False
+
+    if options.mode is PlanMode.SINGLE and cluster.nodes:
+        changed = options.model_copy(update={"mode": PlanMode.AUTO})
+        if fits(changed):
+            yield Remedy(text="Use the nodes too: --mode auto.", options=changed)
+    yield from _smaller_caches(options, fits)
+    if options.parallel > 1:
+        slots = _largest(1, options.parallel - 1, 1, lambda n: fits(_with(options, parallel=n)))
+        if slots:
+            yield Remedy(
+                text=f"Serve fewer sequences: --parallel {slots}.",
+                options=_with(options, parallel=slots),
+            )
+    yield from _more_memory(cluster, options, fits)
+
+
+def _smaller_caches(options: PlanOptions, fits: Callable[[PlanOptions], bool]) -> Iterator[Remedy]:
+    if options.reserve_bytes != 0 and fits(changed := _with(options, reserve_bytes=0)):
+        yield Remedy(text="Leave nothing free on the devices: --reserve 0.", options=changed)
+    if options.cache_type_k in (CacheType.F16, CacheType.F32):
+        kinds = {"cache_type_k": CacheType.Q8_0, "cache_type_v": CacheType.Q8_0}
+        if fits(changed := _with(options, **kinds)):
+            text = "Halve the KV cache: --cache-type-k q8_0 --cache-type-v q8_0."
+            yield Remedy(text=text, options=changed)
+    steps = (options.context_tokens - 1) // _CONTEXT_STEP
+    context = _CONTEXT_STEP * _largest(
+        SMALLEST_CONTEXT // _CONTEXT_STEP,
+        steps,
+        1,
+        lambda n: fits(_with(options, context_tokens=n * _CONTEXT_STEP)),
+    )
+    if context:
+        yield Remedy(
+            text=f"Take less context: --context {context}.",
+            options=_with(options, context_tokens=context),
+        )
+
+
+def _more_memory(
+    cluster: Cluster, options: PlanOptions, fits: Callable[[PlanOptions, Cluster], bool]
+) -> Iterator[Remedy]:
+    grains = 2**13  # two terabytes
+    if options.mode is not PlanMode.SINGLE:
+
+        def fits_with_node(count: int) -> bool:
+            node = assumed_node(cluster, "one more node", count * _GRAIN_BYTES, is_gpu=False)
+            return fits(options, with_nodes(cluster, [node]))
+
+        if count := _smallest(1, grains, fits_with_node):
+            size = format_bytes(count * _GRAIN_BYTES)
+            yield Remedy(text=f"Add one node that offers {size}.")
+    now = coordinator_offers(cluster, options)[0].available_bytes
+
+    def fits_with_memory(count: int) -> bool:
+        larger = with_coordinator_memory(cluster, now + count * _GRAIN_BYTES)
+        return fits(options, larger)
+
+    if count := _smallest(1, grains, fits_with_memory):
+        size = format_bytes(count * _GRAIN_BYTES)
+        yield Remedy(text=f"Give the coordinator {size} more memory.")
+
+
+def _with(options: PlanOptions, **changes: object) -> PlanOptions:
+    return options.model_copy(update=changes)
+
+
+def _largest(low: int, high: int, step: int, holds: Callable[[int], bool]) -> int:
+    """Return the largest number from ``low`` to ``high`` that holds, 0 if none: it is monotone."""
+    if high < low or not holds(low):
+        return 0
+    while low < high:
+        middle = (low + high + step) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Return the smallest number from ``low`` to ``high`` that holds, 0 if none."""
+    bound = low
+    while not holds(bound):
+        if bound >= high:
+            return 0
+        low = bound + 1
+        bound = min(bound * 2, high)
+    while low < bound:
+        middle = (low + bound) // 2
+        if holds(middle):
+            bound = middle
+        else:
+            low = middle + 1
+    return bound
