@@ -26,6 +26,7 @@ VERBS = (
     "node",
     "discover",
     "inspect",
+    "slice",
     "plan",
     "launch",
     "status",

@@ -2,7 +2,9 @@
 
 import os
 import re
+import threading
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
@@ -18,8 +20,15 @@ TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 # A server that drips bytes keeps resetting the read timeout; this is the pace it must hold.
 PATIENCE_SECONDS = 60.0
 SLOWEST_BYTES_PER_SECOND = 50_000
+# Waited before trying again, as long as nothing arrives in between.
+RETRY_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+_PASSING_STATUS = (429, 500, 502, 503, 504)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+class _PassingError(LinkcppError):
+    """A failure that may be gone at the next attempt."""
 
 
 class WebSource:
@@ -39,6 +48,7 @@ class WebSource:
         self.name = str(self._url.copy_with(userinfo=b"", query=None, fragment=None))
         self.bytes_read = 0
         self._etag: str | None = None
+        self._counting = threading.Lock()
         self._owns_client = client is None
         self._client = client or new_client()
         try:
@@ -63,51 +73,82 @@ class WebSource:
         check_range(self, offset_bytes, length_bytes)
         if length_bytes == 0:
             return b""
-        data, total = self._fetch(offset_bytes, length_bytes)
-        if total != self.size_bytes:
-            raise self._changed()
-        return data
+        return b"".join(self._pieces(offset_bytes, length_bytes))
+
+    def stream(self, offset_bytes: int, length_bytes: int) -> Iterator[memoryview]:
+        """The same bytes in pieces; see ``ByteSource.stream``.
+
+        Goes on where a dropped connection or a busy server left off.
+        """
+        check_range(self, offset_bytes, length_bytes)
+        deadline = _deadline(length_bytes)
+        done = failures = 0
+        while done < length_bytes:
+            try:
+                for piece in self._pieces(offset_bytes + done, length_bytes - done):
+                    done += len(piece)
+                    failures = 0
+                    yield memoryview(piece)
+            except _PassingError:
+                if failures == len(RETRY_PAUSES_SECONDS) or time.monotonic() > deadline:
+                    raise
+                time.sleep(RETRY_PAUSES_SECONDS[failures])
+                failures += 1
 
     def close(self) -> None:
         """Close the connection, unless the client is somebody else's; may be called twice."""
         if self._owns_client:
             self._client.close()
 
-    def _ask_for_size(self) -> int:
-        return self._fetch(0, 1)[1]
+    @property
+    def version(self) -> str:
+        """The entity tag or date, which the server changes with the bytes, if it gives any."""
+        return f"{self.size_bytes} bytes of {self._etag}"
 
-    def _fetch(self, offset: int, length: int) -> tuple[bytes, int]:
+    def _ask_for_size(self) -> int:
+        self.size_bytes = -1
+        for _ in self._pieces(0, 1):
+            pass
+        return self.size_bytes
+
+    def _pieces(self, offset: int, length: int) -> Iterator[bytes]:
+        """What one request gives, exactly ``length`` bytes unless it raises."""
         headers = {
             "Range": f"bytes={offset}-{offset + length - 1}",
             # A compressed answer would count and cut other bytes than the file's.
             "Accept-Encoding": "identity",
             **_authorization(self._url),
         }
-        deadline = time.monotonic() + PATIENCE_SECONDS + length / SLOWEST_BYTES_PER_SECOND
+        deadline = _deadline(length)
+        left = length
         try:
             with self._client.stream("GET", self._url, headers=headers) as response:
-                total = self._check(response, offset, length)
-                data = bytearray()
+                self._check(response, offset, length)
                 for piece in response.iter_raw():
-                    data += piece
+                    left -= len(piece)
                     # A server that sends more than was asked must not fill our memory.
-                    if len(data) > length:
+                    if left < 0:
                         raise self._refused("sent more bytes than were asked for")
                     if time.monotonic() > deadline:
                         raise self._refused("sends too slowly")
+                    with self._counting:
+                        self.bytes_read += len(piece)
+                    yield piece
         except httpx.TooManyRedirects as error:
             raise self._refused(f"redirects more than {MAXIMUM_REDIRECTS} times") from error
         except (httpx.RequestError, httpx.InvalidURL) as error:
-            raise LinkcppError(
+            raise _PassingError(
                 f"Cannot read {self.name}: {error or type(error).__name__}.",
                 hint="Check the address and the network; is the server up?",
             ) from error
-        if len(data) != length:
-            raise self._refused(f"sent {len(data)} bytes where {length} were promised")
-        self.bytes_read += length
-        return bytes(data), total
+        if left:
+            raise _PassingError(
+                f"The server of {self.name} sent {length - left} bytes where {length} were "
+                "promised.",
+                hint="Download the file and give its path.",
+            )
 
-    def _check(self, response: httpx.Response, offset: int, length: int) -> int:
+    def _check(self, response: httpx.Response, offset: int, length: int) -> None:
         if response.status_code != httpx.codes.PARTIAL_CONTENT:
             raise self._status_error(response)
         match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
@@ -116,11 +157,14 @@ class WebSource:
         first, last, total = (int(number) for number in match.groups())
         if (first, last) != (offset, offset + length - 1):
             raise self._refused("answers with another range than was asked for")
-        etag = response.headers.get("ETag")
+        etag = response.headers.get("ETag") or response.headers.get("Last-Modified")
         if self._etag is not None and etag != self._etag:
             raise self._changed()
         self._etag = etag
-        return total
+        if self.size_bytes < 0:
+            self.size_bytes = total
+        elif total != self.size_bytes:
+            raise self._changed()
 
     def _status_error(self, response: httpx.Response) -> LinkcppError:
         status = response.status_code
@@ -143,9 +187,8 @@ class WebSource:
             )
         if status == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
             return LinkcppError(f"{self.name} is empty.", hint="Check the address.")
-        return LinkcppError(
-            f"The server of {self.name} answers HTTP {status}.", hint="Try again later."
-        )
+        kind = _PassingError if status in _PASSING_STATUS else LinkcppError
+        return kind(f"The server of {self.name} answers HTTP {status}.", hint="Try again later.")
 
     def _refused(self, what: str) -> LinkcppError:
         return LinkcppError(
@@ -163,6 +206,10 @@ def new_client() -> httpx.Client:
         max_redirects=MAXIMUM_REDIRECTS,
         timeout=TIMEOUT,
     )
+
+
+def _deadline(length_bytes: int) -> float:
+    return time.monotonic() + PATIENCE_SECONDS + length_bytes / SLOWEST_BYTES_PER_SECOND
 
 
 def _authorization(url: httpx.URL) -> dict[str, str]:

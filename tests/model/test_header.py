@@ -2,7 +2,7 @@
 
 import struct
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,13 @@ class BytesSource:
         check_range(self, offset_bytes, length_bytes)
         self.bytes_read += length_bytes
         return self._data[offset_bytes : offset_bytes + length_bytes]
+
+    def stream(self, offset_bytes: int, length_bytes: int) -> Iterator[memoryview]:
+        yield memoryview(self.read(offset_bytes, length_bytes))
+
+    @property
+    def version(self) -> str:
+        return "the only one"
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -1,0 +1,276 @@
+"""Writing slices and backbones: planned, copied, synced, described by a manifest, renamed."""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_atomically
+from linkcpp.common.records import Record
+from linkcpp.common.units import format_bytes
+from linkcpp.model.architecture import Architecture
+from linkcpp.model.parts import ModelFiles, open_model
+from linkcpp.model.slices.copying import Copied, Progress, copy_units
+from linkcpp.model.slices.journal import Journal, job_identity
+from linkcpp.model.slices.layout import SLICE_TYPE, CopyJob, plan_backbone, plan_slice
+from linkcpp.model.slices.manifest import (
+    FileKind,
+    Manifest,
+    ModelOrigin,
+    Span,
+    manifest_path,
+    tensor_slabs,
+)
+from linkcpp.model.slices.segments import Segment, SegmentRequest, resolve
+from linkcpp.model.slices.tensors import counts_by_layer, find_expert_tensors
+
+# Partly filled blocks at the edges of the holes, and what the file system keeps of its own.
+_BLOCK_SLACK_BYTES = 2**16
+
+
+class WrittenFile(Record):
+    """A finished file.
+
+    ``copied_bytes`` is what it has of the source. Of these, ``fetched_bytes`` were read now and
+    ``reused_bytes`` were there from an attempt before. ``source_bytes`` is all that was read of the
+    model now, headers and other parts included. ``allocated_bytes`` is the room that the file takes
+    on the disk.
+    """
+
+    kind: FileKind
+    path: Path
+    manifest: Path
+    file_bytes: int
+    copied_bytes: int
+    fetched_bytes: int
+    reused_bytes: int
+    source_bytes: int
+    allocated_bytes: int
+    segments: tuple[Segment, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Target(NamedTuple):
+    """Where a file is written: its final name and what stands beside it meanwhile."""
+
+    path: Path
+
+    @property
+    def partial(self) -> Path:
+        """The unfinished file."""
+        return self.path.with_name(f".{self.path.name}.partial")
+
+    @property
+    def journal(self) -> Path:
+        """What of the unfinished file is done."""
+        return self.path.with_name(f".{self.path.name}.journal")
+
+
+def open_whole_model(location: str | Path) -> ModelFiles:
+    """Open a model to slice.
+
+    Raises:
+        LinkcppError: it cannot be read, or is itself a slice.
+    """
+    files = open_model(location)
+    if files.metadata.get("general.type") == SLICE_TYPE:
+        files.closer.close()
+        raise LinkcppError(
+            f"{files.sources[0].name} is itself a slice.", hint="Give the model that it is from."
+        )
+    return files
+
+
+def choose_segments(files: ModelFiles, requests: Iterable[SegmentRequest]) -> tuple[Segment, ...]:
+    """Check what was asked for against a model.
+
+    Raises:
+        LinkcppError: as ``resolve`` and ``find_expert_tensors``.
+    """
+    name = files.sources[0].name
+    counts = counts_by_layer(find_expert_tensors(name, files.metadata, files.tensors))
+    architecture = Architecture(
+        name, str(files.metadata.get("general.architecture")), files.metadata
+    )
+    return resolve(requests, counts, architecture.number("block_count"))
+
+
+def write_slice(
+    files: ModelFiles, segments: tuple[Segment, ...], output: Path, on_progress: Progress
+) -> WrittenFile:
+    """Write the experts of ``segments`` (as ``choose_segments`` gives them) as a GGUF file.
+
+    Goes on with what an interrupted attempt left beside ``output``.
+
+    Raises:
+        LinkcppError: the source cannot be read, or ``output`` cannot be written.
+    """
+    plan = plan_slice(files, segments)
+    target = Target(output)
+    with _prepared(target, plan.job, files) as journal:
+        copied = copy_units(plan.job, files.sources, target.partial, journal, on_progress)
+        header = hashlib.sha256(plan.job.header).hexdigest()
+        manifest = Manifest(
+            kind=FileKind.SLICE,
+            file_name=output.name,
+            file_bytes=plan.job.file_bytes,
+            model=_origin(files),
+            spans=(Span(offset_bytes=0, size_bytes=len(plan.job.header), sha256=header),),
+            tensors=tensor_slabs(plan.tensors, plan.job, copied.digests),
+        )
+        written = _finish(target, journal, manifest, copied, files)
+    return written.model_copy(update={"segments": segments})
+
+
+def backbone_jobs(files: ModelFiles) -> list[CopyJob]:
+    """Lay out the hollow copy of every file of a model.
+
+    Raises:
+        LinkcppError: the model has no experts.
+    """
+    find_expert_tensors(files.sources[0].name, files.metadata, files.tensors)
+    return [
+        plan_backbone(header, file, files.sources[file].size_bytes)
+        for file, header in enumerate(files.headers)
+    ]
+
+
+def backbone_paths(output: Path, part_count: int) -> list[Path]:
+    """Where the files of a hollow model go; parts are named as llama.cpp wants them."""
+    if part_count == 1:
+        return [output]
+    stem = output.name.removesuffix(".gguf")
+    return [
+        output.with_name(f"{stem}-{part:05d}-of-{part_count:05d}.gguf")
+        for part in range(1, part_count + 1)
+    ]
+
+
+def write_backbone(files: ModelFiles, output: Path, on_progress: Progress) -> list[WrittenFile]:
+    """Write a hollow model: as many files as the model has, with holes for the experts' weights.
+
+    Raises:
+        LinkcppError: as ``write_slice``.
+    """
+    jobs = backbone_jobs(files)
+    targets = [Target(path) for path in backbone_paths(output, len(jobs))]
+    with contextlib.ExitStack() as stack:
+        journals = [
+            stack.enter_context(_prepared(target, job, files))
+            for target, job in zip(targets, jobs, strict=True)
+        ]
+        # All parts are renamed together at the end, so that the same command can go on with them.
+        copies = [
+            copy_units(job, files.sources, target.partial, journal, on_progress)
+            for target, job, journal in zip(targets, jobs, journals, strict=True)
+        ]
+        written = []
+        for target, job, journal, copied in zip(targets, jobs, journals, copies, strict=True):
+            manifest = _backbone_manifest(files, target.path.name, job, copied)
+            result = _finish(target, journal, manifest, copied, files)
+            notes = holes_notes(
+                target.path, job.copied_bytes, result.allocated_bytes, job.file_bytes
+            )
+            written.append(result.model_copy(update={"notes": notes}))
+    return written
+
+
+def _backbone_manifest(files: ModelFiles, name: str, job: CopyJob, copied: Copied) -> Manifest:
+    spans = tuple(
+        Span(
+            offset_bytes=unit.target_offset_bytes,
+            size_bytes=unit.size_bytes,
+            sha256=digests[0],
+        )
+        for unit, digests in zip(job.units, copied.digests, strict=True)
+    )
+    return Manifest(
+        kind=FileKind.BACKBONE,
+        file_name=name,
+        file_bytes=job.file_bytes,
+        model=_origin(files),
+        spans=spans,
+    )
+
+
+def holes_notes(
+    path: Path, copied_bytes: int, allocated_bytes: int, file_bytes: int
+) -> tuple[str, ...]:
+    """Say so where a file system did not keep the holes of a file."""
+    holes = file_bytes - copied_bytes
+    kept = file_bytes - allocated_bytes
+    if holes <= _BLOCK_SLACK_BYTES or kept >= holes // 2:
+        return ()
+    return (
+        f"The file system of {path.parent} does not keep holes: {path.name} takes "
+        f"{format_bytes(allocated_bytes)} there, though only {format_bytes(copied_bytes)} are its "
+        "own. It works all the same; choose a folder on another file system to save the room.",
+    )
+
+
+def _prepared(target: Target, job: CopyJob, files: ModelFiles) -> Journal:
+    path = target.path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise LinkcppError(f"{path} is a folder.", hint="Give the name of a file to write.")
+    except OSError as error:
+        raise LinkcppError(
+            f"Cannot write {path}: {error.strerror}.", hint="Choose another folder."
+        ) from error
+    for source in files.sources:
+        if path.exists() and Path(source.name).exists() and path.samefile(source.name):
+            raise LinkcppError(f"{path} is the model itself.", hint="Choose another name.")
+    journal = Journal(target.journal, job_identity(job, files.sources))
+    if not journal.done:
+        # Bytes of another job would stay in the holes and between the tensors.
+        target.partial.unlink(missing_ok=True)
+    return journal
+
+
+def _finish(
+    target: Target, journal: Journal, manifest: Manifest, copied: Copied, files: ModelFiles
+) -> WrittenFile:
+    path = target.path
+    # First, so that no file is ever without its manifest.
+    write_atomically(manifest_path(path), manifest.model_dump_json() + "\n")
+    try:
+        target.partial.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise LinkcppError(
+            f"Cannot write {path}: {error.strerror}.", hint="Choose another name."
+        ) from error
+    journal.remove()
+    return WrittenFile(
+        kind=manifest.kind,
+        path=path,
+        manifest=manifest_path(path),
+        file_bytes=manifest.file_bytes,
+        copied_bytes=copied.fetched_bytes + copied.reused_bytes,
+        fetched_bytes=copied.fetched_bytes,
+        reused_bytes=copied.reused_bytes,
+        source_bytes=sum(source.bytes_read for source in files.sources),
+        allocated_bytes=path.stat().st_blocks * 512,
+    )
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _origin(files: ModelFiles) -> ModelOrigin:
+    name = files.metadata.get("general.name")
+    return ModelOrigin(
+        name=name if isinstance(name, str) else Path(files.sources[0].name).name,
+        digest=files.digest,
+        file_bytes=files.file_bytes,
+        part_count=len(files.sources),
+    )
