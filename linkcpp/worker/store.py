@@ -13,10 +13,11 @@ from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.rpc_socket import RpcSocket
 from linkcpp.engine.wire import TENSOR_BYTES, Command
 from linkcpp.engine.wire_tensor import empty_tensors
+from linkcpp.model.slices.tensors import ExpertTensor
 from linkcpp.worker.chain import WeightShape
 from linkcpp.worker.frames import ErrorCode, FrameError, Numbers
 from linkcpp.worker.plan import Weight
-from linkcpp.worker.slabs import ExpertTensor, SlabProvider, experts_by_layer
+from linkcpp.worker.slabs import SlabProvider, experts_by_layer
 
 _PIECE_BYTES = 4 * 2**20
 # ggml asks for INIT_TENSOR where a quantized row is no multiple of this (a backend may pad it).

@@ -91,7 +91,7 @@ def resolve(
             for first, last in request.experts or ((0, count - 1),):
                 if last >= count:
                     raise LinkcppError(
-                        f"Layer {layer} has experts 0 to {count - 1}, not {first} to {last}.",
+                        f"Layer {layer} has experts 0 to {count - 1}, not {_write(first, last)}.",
                         hint=f"Name experts below {count}.",
                     )
                 wanted[layer].append((first, last))
@@ -146,13 +146,18 @@ def describe(segments: Iterable[Segment]) -> tuple[str, ...]:
     for layer, ranges in sorted(ranges_by_layer(segments).items()):
         grouped[ranges].append((layer, layer))
     return tuple(
-        f"{_write_ranges(merge_ranges(layers))}:{_write_ranges(ranges)}"
+        f"{write_ranges(merge_ranges(layers))}:{write_ranges(ranges)}"
         for ranges, layers in grouped.items()
     )
 
 
-def _write_ranges(ranges: Iterable[Range]) -> str:
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+def write_ranges(ranges: Iterable[Range]) -> str:
+    """Write ranges as ``parse_ranges`` reads them."""
+    return ",".join(_write(first, last) for first, last in ranges)
+
+
+def _write(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _layers(
@@ -164,7 +169,7 @@ def _layers(
     for first, last in ranges:
         if last >= layer_count:
             raise LinkcppError(
-                f"The model has layers 0 to {layer_count - 1}, not {first} to {last}.",
+                f"The model has layers 0 to {layer_count - 1}, not {_write(first, last)}.",
                 hint=f"Name layers below {layer_count}.",
             )
         for layer in range(first, last + 1):
@@ -178,4 +183,4 @@ def _layers(
 
 
 def _with_experts(expert_counts: Mapping[int, int]) -> str:
-    return _write_ranges(merge_ranges((layer, layer) for layer in expert_counts)) or "none"
+    return write_ranges(merge_ranges((layer, layer) for layer in expert_counts)) or "none"

@@ -10,11 +10,10 @@ from linkcpp.model.parts import open_model
 from linkcpp.model.slices.layout import SlicedTensor, hidden_size, read_slice
 from linkcpp.model.slices.segments import (
     Segment,
-    SegmentRequest,
-    count_experts,
+    describe,
     merge_segments,
     ranges_by_layer,
-    resolve,
+    write_ranges,
 )
 from linkcpp.model.slices.tensors import ExpertTensor, find_expert_tensors
 
@@ -136,19 +135,21 @@ class ExpertSlabs:
         self.hidden_size = hidden_size(source, files.metadata)
 
     def _checked(self, wanted: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        counts = {tensor.layer: tensor.expert_count for tensor in self.tensors}
-        requests = [
-            SegmentRequest(((entry.layer, entry.layer),), ((entry.first, entry.last),))
-            for entry in wanted
-        ]
-        resolved = resolve(requests, counts, max(counts) + 1)
+        name = self._files.sources[0].name
+        if not wanted:
+            raise LinkcppError("No experts were asked for.", hint="Name at least one segment.")
         held = ranges_by_layer(self.segments)
-        for segment in resolved:
-            if not any(a <= segment.first and segment.last <= b for a, b in held[segment.layer]):
+        for segment in wanted:
+            ranges = held.get(segment.layer)
+            if ranges is None:
                 raise LinkcppError(
-                    f"{self._files.sources[0].name} has only {count_experts(held[segment.layer])} "
-                    f"experts of layer {segment.layer}, not all of {segment.first} to "
-                    f"{segment.last}.",
+                    f"Layer {segment.layer} has no experts in {name}.",
+                    hint=f"It has: {'; '.join(describe(self.segments))}.",
+                )
+            if not any(a <= segment.first <= segment.last <= b for a, b in ranges):
+                raise LinkcppError(
+                    f"Of layer {segment.layer}, {name} has experts {write_ranges(ranges)}, not "
+                    f"{write_ranges([(segment.first, segment.last)])}.",
                     hint="Slice the model for these experts.",
                 )
-        return resolved
+        return wanted
