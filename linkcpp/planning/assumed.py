@@ -22,8 +22,12 @@ _MOST_ASSUMED = 1000
 _SPECIFICATION = re.compile(r"\s*(?:(\d{1,4})\s*[x*]\s*)?(\d[^@]*?)\s*(@\s*gpu)?\s*", re.IGNORECASE)
 
 
-def assumed_nodes(cluster: Cluster, specification: str) -> tuple[DiscoveredNode, ...]:
+def assumed_nodes(
+    cluster: Cluster, specification: str, *, batch: int = 0
+) -> tuple[DiscoveredNode, ...]:
     """Read ``3x24GB`` (CPU nodes) or ``24GB@gpu`` as nodes on a wired network.
+
+    ``batch`` tells apart the nodes of several specifications.
 
     Raises:
         LinkcppError: the text is not of that form.
@@ -37,10 +41,9 @@ def assumed_nodes(cluster: Cluster, specification: str) -> tuple[DiscoveredNode,
         )
     size = parse_bytes(match[2])
     kind = "gpu" if match[3] else "cpu"
+    title = f"{ASSUMED} {match[2].strip()} {kind}"
     return tuple(
-        assumed_node(
-            cluster, f"{ASSUMED} {match[2].strip()} {kind} {number}", size, is_gpu=bool(match[3])
-        )
+        assumed_node(cluster, f"{title} {batch + 1}.{number}", size, is_gpu=bool(match[3]))
         for number in range(1, count + 1)
     )
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from linkcpp.cluster.records import Cluster, DiscoveredNode, Link, NodeDevice, NodeId, NodeStatus
+from linkcpp.common.errors import LinkcppError
 from linkcpp.planning.records import PlanOptions
 
 # Taken where nothing was measured: below what all but the oldest machines reach, so that a device
@@ -74,9 +75,18 @@ def usable_nodes(cluster: Cluster) -> tuple[DiscoveredNode, ...]:
 
 
 def coordinator_offers(cluster: Cluster, options: PlanOptions) -> tuple[Offer, ...]:
-    """The devices of the coordinator, its CPU first."""
+    """The devices of the coordinator, its CPU first.
+
+    Raises:
+        LinkcppError: it names no CPU.
+    """
     node = cluster.coordinator
     offers = [_offer(node.node_id, node.name, device, options) for device in node.devices]
+    if sum(offer.is_cpu for offer in offers) != 1:
+        raise LinkcppError(
+            f"The coordinator {node.name} names {sum(offer.is_cpu for offer in offers)} CPUs.",
+            hint="Run `linkcpp discover` again: what it found before cannot be used.",
+        )
     return tuple(sorted(offers, key=lambda offer: not offer.is_cpu))
 
 

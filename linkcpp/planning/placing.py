@@ -5,6 +5,7 @@ the devices in the order of ``--device``; so the CPU's window comes first (it ma
 order of devices is open.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,17 +56,29 @@ def place(
     *,
     least_remote: int,
     pipelines: bool,
+    any_placement: bool = False,
 ) -> Placement | None:
     """Return the fastest placement, or ``None`` where nothing fits.
 
     ``local`` are the coordinator's devices with its CPU first. ``pipelines`` tells whether the
     build pipelines prompts over these devices, which takes memory where no layer is on the CPU.
+    With ``any_placement`` the first that is found is returned.
     """
     best: Placement | None = None
     bound = np.inf
     for regime in _regimes(pipelines=pipelines, least_remote=least_remote):
         below = best.token_ms if best else np.inf
-        found = _place_in(regime, costs, local, remote, least_remote=least_remote, below=below)
+        found = _place_in(
+            regime,
+            costs,
+            local,
+            remote,
+            least_remote=least_remote,
+            below=below,
+            any_placement=any_placement,
+        )
+        if found is not None and any_placement:
+            return found
         if found is not None:
             bound = min(bound, found.bound_ms)
             best = min((best or found, found), key=lambda placement: placement.token_ms)
@@ -79,6 +92,23 @@ def _regimes(*, pipelines: bool, least_remote: int) -> Iterator[_Regime]:
         yield _Regime(has_host_window=False, is_pipeline=False, most_devices=1)
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A group of the solver, whose devices they are, and how many layers each window keeps."""
+
+    group: Group
+    offers: tuple[Offer, ...]
+    kept: Integers | None = None
+
+    def held(self, member: int, first: int, last: int) -> Held:
+        """One of the group's windows, on one of its devices."""
+        count = 0
+        if self.kept is not None:
+            row = (self.group.first == first) & (self.group.last == last)
+            count = int(self.kept[row][0])
+        return Held(self.offers[member], first, last, tuple(range(first, first + count)))
+
+
 def _place_in(
     regime: _Regime,
     costs: Costs,
@@ -87,54 +117,51 @@ def _place_in(
     *,
     least_remote: int,
     below: float,
+    any_placement: bool,
 ) -> Placement | None:
-    if not local or not local[0].is_host:
-        return None
-    host, cards = local[0], local[1:]
     base = _host_bytes(costs, 0, regime)
-    budget = host.budget_bytes - base
+    budget = local[0].budget_bytes - base
     if budget < 0:
         return None
-    windows = costs.windows(is_pipeline=regime.is_pipeline)
-    groups: list[Group] = []
-    members: list[list[Offer]] = []
-    kept: list[Integers | None] = []
-    if regime.has_host_window:
-        groups.append(_host_group(costs, host, budget, base, regime))
-        members.append([host])
-        kept.append(None)
-    for card in cards:
-        group, kept_counts = _card_group(costs, card, host, windows, budget)
-        groups.append(group)
-        members.append([card])
-        kept.append(kept_counts)
-    for offers in _alike(_undominated(remote, windows), windows):
-        groups.append(_remote_group(offers, windows))
-        members.append(offers)
-        kept.append(None)
+    candidates = list(_candidates(regime, costs, local, remote, ram_bytes=budget, base=base))
     problem = Problem(
         slots=costs.slots,
-        groups=tuple(groups),
+        groups=tuple(candidate.group for candidate in candidates),
         shared_budget_bytes=budget,
         most_devices=regime.most_devices,
         least_remote=least_remote,
         needs_host=regime.has_host_window,
     )
-    solution = solve(problem, below=below)
+    solution = solve(problem, below=below, any_cover=any_placement)
     if solution is None:
         return None
+    used: Counter[int] = Counter()
     held = []
     for chosen in solution.windows:
-        count = _kept_count(kept[chosen.group], groups[chosen.group], chosen.first, chosen.last)
-        held.append(
-            Held(
-                offer=members[chosen.group].pop(0),
-                first=chosen.first,
-                last=chosen.last,
-                kept=tuple(range(chosen.first, chosen.first + count)),
-            )
-        )
+        candidate = candidates[chosen.group]
+        held.append(candidate.held(used[chosen.group], chosen.first, chosen.last))
+        used[chosen.group] += 1
     return Placement(tuple(held), solution.cost, solution.bound, regime.is_pipeline)
+
+
+def _candidates(
+    regime: _Regime,
+    costs: Costs,
+    local: Sequence[Offer],
+    remote: Sequence[Offer],
+    *,
+    ram_bytes: int,
+    base: int,
+) -> Iterator[_Candidate]:
+    host, cards = local[0], local[1:]
+    windows = costs.windows(is_pipeline=regime.is_pipeline)
+    if regime.has_host_window:
+        yield _Candidate(_host_group(costs, host, ram_bytes, base, regime), (host,))
+    for card in cards:
+        group, kept = _card_group(costs, card, host, windows, ram_bytes)
+        yield _Candidate(group, (card,), kept)
+    for offers in _alike(_undominated(remote, windows), windows):
+        yield _Candidate(_remote_group(offers, windows), tuple(offers))
 
 
 def _host_bytes(costs: Costs, last: int, regime: _Regime) -> int:
@@ -267,9 +294,3 @@ def _alike(offers: Sequence[Offer], windows: Windows) -> list[list[Offer]]:
     for offer, criteria in zip(offers, _criteria(offers, windows).tolist(), strict=True):
         groups.setdefault(tuple(criteria), []).append(offer)
     return list(groups.values())
-
-
-def _kept_count(kept: Integers | None, group: Group, first: int, last: int) -> int:
-    if kept is None:
-        return 0
-    return int(kept[(group.first == first) & (group.last == last)][0])

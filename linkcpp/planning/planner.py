@@ -1,13 +1,13 @@
 """(model inventory, cluster, options) -> Plan, or why there is none."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from linkcpp.cluster.records import Cluster
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.costs import Costs, loads_next_token_blocks, pipelines_remote_devices
 from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers, usable_nodes
-from linkcpp.planning.placing import Held, Placement, place
+from linkcpp.planning.placing import MOST_DEVICES, Held, Placement, place
 from linkcpp.planning.records import (
     DeviceMemory,
     Expectation,
@@ -30,53 +30,81 @@ def find_plan(inventory: ModelInventory, cluster: Cluster, options: PlanOptions)
     """Return the fastest plan, or ``None`` if nothing fits; ``single`` wins ties.
 
     Raises:
-        LinkcppError: the options do not suit the model, or this machine has no engine.
+        LinkcppError: the options do not suit the model, or this machine cannot be a coordinator.
     """
-    engine = cluster.coordinator.engine
-    if engine is None:
-        raise LinkcppError(
-            "This machine has no working llama.cpp engine, which a coordinator needs.",
-            hint="`linkcpp doctor` says what is missing; `linkcpp engine install` mends it.",
-        )
-    costs = Costs(inventory, options, loads_next_token=loads_next_token_blocks(engine))
-    local = coordinator_offers(cluster, options)
-    remote = remote_offers(cluster, options)
-    candidates: list[tuple[PlanMode, Placement]] = []
-    if options.mode is not PlanMode.LAYERS:
-        alone = place(costs, local, (), least_remote=0, pipelines=len(local) > 2)
-        if alone is not None:
-            candidates.append((PlanMode.SINGLE, alone))
-    if options.mode is not PlanMode.SINGLE and remote:
-        spread = place(
-            costs,
-            local,
-            remote,
-            least_remote=min(options.minimum_stages, len(remote)),
-            pipelines=pipelines_remote_devices(engine),
-        )
-        if spread is not None:
-            candidates.append((PlanMode.LAYERS, spread))
+    search = _Search(inventory, cluster, options)
+    candidates = list(search.candidates(any_placement=False))
     if not candidates:
         return None
     mode, best = candidates[0]
     for other_mode, other in candidates[1:]:
         if other.token_ms < best.token_ms * (1 - _TIE):
             mode, best = other_mode, other
-    bound = min(placement.bound_ms for _, placement in candidates)
     return _plan(
-        inventory=inventory,
         cluster=cluster,
-        costs=costs,
+        costs=search.costs,
         mode=mode,
         placement=best,
-        bound_ms=bound,
-        reason=_reason(candidates, mode, options),
+        bound_ms=min(placement.bound_ms for _, placement in candidates),
+        reason=_reason(candidates, mode, options, has_nodes=bool(usable_nodes(cluster))),
     )
+
+
+def can_plan(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> bool:
+    """Tell whether ``find_plan`` would find a plan, sooner.
+
+    Raises:
+        LinkcppError: as ``find_plan``.
+    """
+    search = _Search(inventory, cluster, options)
+    return next(search.candidates(any_placement=True), None) is not None
+
+
+class _Search:
+    """What the placements of the modes that are asked for are chosen from."""
+
+    def __init__(self, inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> None:
+        engine = cluster.coordinator.engine
+        if engine is None:
+            raise LinkcppError(
+                "This machine has no working llama.cpp engine, which a coordinator needs.",
+                hint="`linkcpp doctor` says what is missing; `linkcpp engine install` mends it.",
+            )
+        self._options = options
+        self._pipelines_remote = pipelines_remote_devices(engine)
+        self.costs = Costs(inventory, options, loads_next_token=loads_next_token_blocks(engine))
+        self._local = coordinator_offers(cluster, options)
+        self._remote = remote_offers(cluster, options)
+
+    def candidates(self, *, any_placement: bool) -> Iterator[tuple[PlanMode, Placement]]:
+        """The best placement of each mode, or any one."""
+        mode = self._options.mode
+        if mode is not PlanMode.LAYERS:
+            alone = place(
+                self.costs,
+                self._local,
+                (),
+                least_remote=0,
+                pipelines=len(self._local) > 2,
+                any_placement=any_placement,
+            )
+            if alone is not None:
+                yield PlanMode.SINGLE, alone
+        if mode is not PlanMode.SINGLE and self._remote:
+            spread = place(
+                self.costs,
+                self._local,
+                self._remote,
+                least_remote=min(self._options.minimum_stages, len(self._remote), MOST_DEVICES),
+                pipelines=self._pipelines_remote,
+                any_placement=any_placement,
+            )
+            if spread is not None:
+                yield PlanMode.LAYERS, spread
 
 
 def _plan(
     *,
-    inventory: ModelInventory,
     cluster: Cluster,
     costs: Costs,
     mode: PlanMode,
@@ -84,8 +112,8 @@ def _plan(
     bound_ms: float,
     reason: str,
 ) -> Plan:
-    coordinator = cluster.coordinator
-    assert coordinator.engine is not None  # noqa: S101 - find_plan refuses it before
+    coordinator, inventory = cluster.coordinator, costs.inventory
+    assert coordinator.engine is not None  # noqa: S101 - the search refuses it before
     host = coordinator_offers(cluster, costs.options)[0]
     stages = tuple(_stage(costs, held, host, placement) for held in placement.windows)
     own = next((held for held in placement.windows if held.offer.is_host), None)
@@ -181,7 +209,11 @@ def _stage_memory(costs: Costs, held: Held, placement: Placement) -> DeviceMemor
 
 
 def _reason(
-    candidates: Sequence[tuple[PlanMode, Placement]], mode: PlanMode, options: PlanOptions
+    candidates: Sequence[tuple[PlanMode, Placement]],
+    mode: PlanMode,
+    options: PlanOptions,
+    *,
+    has_nodes: bool,
 ) -> str:
     times = {kind: placement.token_ms for kind, placement in candidates}
     if options.mode is not PlanMode.AUTO:
@@ -192,6 +224,8 @@ def _reason(
             f"{mode} takes {times[mode]:.2f} ms a token, the best placement with "
             f"{other} {times[other]:.2f} ms"
         )
+    if mode is PlanMode.SINGLE and not has_nodes:
+        return "the coordinator holds the whole model, and there were no nodes to use"
     if mode is PlanMode.SINGLE:
         return "the coordinator holds the whole model, and no placement over nodes fits"
     return "the coordinator alone cannot hold the model"

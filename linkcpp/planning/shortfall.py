@@ -10,7 +10,7 @@ from linkcpp.planning.assumed import assumed_node, with_coordinator_memory, with
 from linkcpp.planning.costs import Costs, loads_next_token_blocks
 from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers
 from linkcpp.planning.placing import MOST_DEVICES
-from linkcpp.planning.planner import find_plan
+from linkcpp.planning.planner import can_plan, find_plan
 from linkcpp.planning.records import (
     CacheType,
     Infeasible,
@@ -130,7 +130,7 @@ def _remedies(
 
     def fits(changed: PlanOptions, where: Cluster = cluster) -> bool:
         try:
-            return find_plan(inventory, where, changed) is not None
+            return can_plan(inventory, where, changed)
         except LinkcppError:  # this model cannot have that cache type
             return False
 

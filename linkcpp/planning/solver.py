@@ -24,7 +24,7 @@ Integers = npt.NDArray[np.int64]
 # A plan this close to the bound is not worth seconds of search for a better one.
 ACCEPTED_GAP = 0.002
 # Below so many windows the integer program over all of them takes a moment.
-SMALL_POOL = 1500
+SMALL_POOL = 300
 _COLUMNS_A_ROUND = 40
 _PROMISING = 300
 _MOST_ROUNDS = 500
@@ -90,8 +90,11 @@ class Solution:
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
 
 
-def solve(problem: Problem, *, below: float = np.inf) -> Solution | None:
-    """Return the best cover, or ``None`` where there provably is none at a cost below ``below``."""
+def solve(problem: Problem, *, below: float = np.inf, any_cover: bool = False) -> Solution | None:
+    """Return the best cover, or ``None`` where there provably is none at a cost below ``below``.
+
+    With ``any_cover`` the first that is found will do: the question is whether there is one.
+    """
     pool = _Pool(problem)
     if pool.size == 0:
         return None
@@ -105,8 +108,8 @@ def solve(problem: Problem, *, below: float = np.inf) -> Solution | None:
     found = _integer(pool, np.sort(promising)) or _integer(pool, relaxed.columns)
     if found is None:
         return _integer(pool, np.arange(pool.size))
-    found = replace(found, bound=relaxed.bound)
-    if found.gap <= ACCEPTED_GAP:
+    found = replace(found, bound=min(relaxed.bound, found.cost))
+    if any_cover or found.gap <= ACCEPTED_GAP:
         return found
     # No window outside of this set can be part of a cover better than the one at hand.
     margin = found.cost - relaxed.bound + _TOLERANCE

@@ -1,0 +1,185 @@
+"""``linkcpp plan``: who would hold what of a model, or why it does not fit."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+from rich.text import Text
+
+from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.plan_files import read_document, save_plan
+from linkcpp.cli.plan_report import explanation, report, shortfall_report
+from linkcpp.cluster.config import load_config
+from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery, find_nodes
+from linkcpp.cluster.identity import load_identity
+from linkcpp.cluster.measure import this_machine
+from linkcpp.cluster.records import Cluster, NodeStatus
+from linkcpp.cluster.token import load_token
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.units import parse_bytes
+from linkcpp.engine.check import choose_engine
+from linkcpp.model.presets import load_model
+from linkcpp.planning.assumed import (
+    assumed_nodes,
+    with_coordinator_memory,
+    with_nodes,
+)
+from linkcpp.planning.offers import coordinator_offers
+from linkcpp.planning.records import CacheType, Plan, PlanMode, PlanOptions
+from linkcpp.planning.shortfall import InfeasibleError, make_plan
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@app.command()
+def plan(
+    *,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A GGUF file, a URL, or a preset such as 122B.")
+    ],
+    mode: Annotated[PlanMode, typer.Option(help="How to spread the model.")] = PlanMode.AUTO,
+    context: Annotated[
+        int, typer.Option("--context", "-c", min=1, max=2**24, help="Tokens a sequence can have.")
+    ] = 4096,
+    parallel: Annotated[
+        int, typer.Option(min=1, max=256, help="Sequences that are served at the same time.")
+    ] = 1,
+    cache_type_k: Annotated[CacheType, typer.Option(help="Type of the K cache.")] = CacheType.F16,
+    cache_type_v: Annotated[CacheType, typer.Option(help="Type of the V cache.")] = CacheType.F16,
+    batch: Annotated[int, typer.Option(min=32, max=2**20, help="Logical batch (-b).")] = 2048,
+    ubatch: Annotated[int, typer.Option(min=32, max=2**16, help="Micro-batch (-ub).")] = 512,
+    memory: Annotated[
+        str | None, typer.Option(help="The most RAM that the coordinator may use, such as 12GB.")
+    ] = None,
+    reserve: Annotated[
+        str | None,
+        typer.Option(help="What to leave free on every device; default 5 %, at most 512 MiB."),
+    ] = None,
+    min_nodes: Annotated[
+        int, typer.Option(min=1, max=15, help="Spread over at least so many devices of nodes.")
+    ] = 1,
+    repack: Annotated[
+        bool, typer.Option("--repack", help="Faster on some CPUs, but not the same bits.")
+    ] = False,
+    node: Annotated[
+        list[str] | None, typer.Option("--node", help="Ask this address too; may be repeated.")
+    ] = None,
+    nodes: Annotated[
+        Path | None, typer.Option("--nodes", help="Nodes from a saved `linkcpp discover --json`.")
+    ] = None,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(help="What if there were more machines: 24GB, 3x24GB, 2x8GB@gpu."),
+    ] = None,
+    no_mdns: Annotated[
+        bool, typer.Option("--no-mdns", help="Ask only the addresses that are named.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show memory and time in detail, and why.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Decide which machine holds which layers, and predict memory and speed."""
+    options = PlanOptions(
+        mode=mode,
+        context_tokens=context,
+        parallel=parallel,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        batch_tokens=batch,
+        ubatch_tokens=ubatch,
+        reserve_bytes=None if reserve is None else parse_bytes(reserve),
+        minimum_stages=min_nodes,
+        repack=repack,
+    )
+    with status_console().status("Looking at the model and the nodes…") as status:
+        inventory = load_model(model)
+        cluster = _read_cluster(nodes) if nodes else _find_cluster(options, node or [], no_mdns)
+        cluster = _changed(cluster, options, memory, assume or [])
+        status.update("Planning…")
+        try:
+            made = make_plan(inventory, cluster, options)
+        except InfeasibleError as error:
+            if as_json:
+                print_json(error.infeasible)
+            else:
+                status.stop()
+                status_console().print(shortfall_report(error.infeasible))
+            raise
+    if output is not None:
+        save_plan(made, output)
+    _print(made, cluster, output, explain=explain, as_json=as_json)
+
+
+def _print(
+    made: Plan, cluster: Cluster, output: Path | None, *, explain: bool, as_json: bool
+) -> None:
+    if as_json:
+        print_json(made)
+        return
+    out = console()
+    for part in report(made):
+        out.print(part)
+    if explain:
+        for part in explanation(made):
+            out.print(part)
+    for node in cluster.nodes:
+        if node.status is not NodeStatus.READY:
+            out.print(Text(f"not used: {node.name}: {node.reason or node.status}", style="yellow"))
+    if output is not None:
+        out.print(Text(f"Written to {output}. Start it: linkcpp launch {output}"), soft_wrap=True)
+
+
+def _find_cluster(options: PlanOptions, urls: list[str], no_mdns: bool) -> Cluster:
+    config = load_config()
+    engine = choose_engine(config.engine)
+    is_alone = options.mode is PlanMode.SINGLE
+    if options.mode is PlanMode.AUTO and not urls:
+        # Someone with one machine needs no token to plan for it.
+        try:
+            load_token()
+        except LinkcppError as error:
+            status_console().print(Text(f"Planning without nodes: {error}", style="yellow"))
+            is_alone = True
+    if is_alone:
+        coordinator = this_machine(
+            engine,
+            identity=load_identity(config.name),
+            memory_limit_bytes=config.memory_limit_bytes,
+        )
+        return Cluster(coordinator=coordinator, nodes=())
+    found = asyncio.run(
+        find_nodes(engine, urls=urls, use_mdns=not no_mdns, timeout_seconds=DISCOVER_SECONDS)
+    )
+    for note in found.notes:
+        status_console().print(Text(note, style="yellow"))
+    return found.cluster
+
+
+def _read_cluster(path: Path) -> Cluster:
+    try:
+        return Discovery.model_validate_json(read_document(path, "list of nodes")).cluster
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise LinkcppError(
+            f"{path} is not a saved discovery: {where or 'content'}: {first['msg']}.",
+            hint="Make it with `linkcpp discover --json > nodes.json`.",
+        ) from error
+
+
+def _changed(
+    cluster: Cluster, options: PlanOptions, memory: str | None, assume: list[str]
+) -> Cluster:
+    if memory is not None:
+        offered = coordinator_offers(cluster, options)[0].available_bytes
+        cluster = with_coordinator_memory(cluster, min(offered, parse_bytes(memory)))
+    for index, specification in enumerate(assume):
+        added = assumed_nodes(cluster, specification, batch=index)
+        cluster = with_nodes(cluster, added)
+    return cluster

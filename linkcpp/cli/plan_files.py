@@ -1,0 +1,45 @@
+"""Plan files on disk, for the verbs that write and read them."""
+
+from pathlib import Path
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_atomically
+from linkcpp.planning.documents import MOST_PLAN_BYTES, parse_plan, plan_text
+from linkcpp.planning.records import Plan
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write a plan file.
+
+    Raises:
+        LinkcppError: it cannot be written.
+    """
+    write_atomically(path, plan_text(plan))
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        LinkcppError: it cannot be read, is not a plan, or was written by a newer linkcpp.
+    """
+    return parse_plan(read_document(path, "plan"), source=str(path))
+
+
+def read_document(path: Path, kind: str) -> bytes:
+    """Read a small JSON file whole.
+
+    Raises:
+        LinkcppError: it cannot be read, or is far larger than such a file can be.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_PLAN_BYTES + 1)
+    except OSError as error:
+        raise LinkcppError(
+            f"Cannot read the {kind} {path}: {error.strerror or error}.",
+            hint=f"Name a file that exists and holds a {kind}.",
+        ) from error
+    if len(content) > MOST_PLAN_BYTES:
+        raise LinkcppError(f"{path} is too large for a {kind}.", hint="Is it another file?")
+    return content

@@ -1,0 +1,196 @@
+"""A plan for people: who holds what, how full it is, how long a token takes, and why."""
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from linkcpp.cli.inspect import bar
+from linkcpp.common.units import format_bytes
+from linkcpp.planning.records import DeviceMemory, Infeasible, Plan, Stage
+
+BAR_CELLS = 10
+WIDE_BAR_CELLS = 60
+_MORE_THAN_ONE = 2
+# Kinds of memory in the order of the bars, with colours that differ in brightness too.
+_KINDS = (
+    ("weights", "cyan"),
+    ("KV cache", "green"),
+    ("state", "magenta"),
+    ("buffers", "yellow"),
+    ("reserve", "bright_black"),
+)
+
+
+def report(plan: Plan) -> Iterator[RenderableType]:
+    """Lay a plan out: a table of stages, the prediction, the reason."""
+    model = plan.model
+    yield Text.assemble(
+        (model.name, "bold"),
+        f"  {format_bytes(model.weight_bytes)}, {model.layer_count} layers, {_options(plan)}",
+    )
+    yield _stage_table(plan)
+    expected = plan.expectation
+    rate = 1000 / expected.token_ms if expected.token_ms else float("inf")
+    yield Text.assemble(
+        "Predicted: ",
+        (f"{expected.token_ms:.1f} ms a token", "bold"),
+        f" ({rate:.3g} tokens/s): memory {expected.compute_ms:.1f} ms, "
+        f"network {expected.network_ms:.1f} ms",
+    )
+    yield Text(f"Mode {plan.mode}: {plan.reason}.")
+    for note in expected.assumptions:
+        yield Text(f"Assumed: {note}", style="yellow")
+
+
+def _options(plan: Plan) -> str:
+    options = plan.options
+    slots = f" x {options.parallel}" if options.parallel > 1 else ""
+    kinds = dict.fromkeys((options.cache_type_k.value, options.cache_type_v.value))
+    return f"context {options.context_tokens:,}{slots}, {'/'.join(kinds)} cache"
+
+
+def _stage_table(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("NODE", overflow="fold")
+    table.add_column("DEVICE", no_wrap=True)
+    table.add_column("LAYERS", overflow="fold")
+    for title in ("WEIGHTS", "CACHE", "USED", "OF"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    has_host_stage = any(stage.is_coordinator and stage.is_cpu for stage in plan.stages)
+    if not has_host_stage:
+        _add_row(table, f"{plan.coordinator_name} (here)", "CPU", "input", plan.coordinator_memory)
+    for stage in plan.stages:
+        name = f"{stage.node_name} (here)" if stage.is_coordinator else stage.node_name
+        is_host = stage.is_coordinator and stage.is_cpu
+        memory = plan.coordinator_memory if is_host else stage.memory
+        _add_row(table, name, stage.device, layers_text(stage), memory)
+    return table
+
+
+def _add_row(table: Table, name: str, device: str, layers: str, memory: DeviceMemory) -> None:
+    offered = memory.available_bytes
+    table.add_row(
+        Text(name),
+        Text(device),
+        layers,
+        format_bytes(memory.weight_bytes),
+        format_bytes(memory.kv_bytes + memory.recurrent_bytes),
+        format_bytes(memory.used_bytes),
+        format_bytes(offered),
+        Text(bar(min(1.0, memory.used_bytes / offered) if offered else 1.0, BAR_CELLS), "cyan"),
+    )
+
+
+def layers_text(stage: Stage) -> str:
+    """Name a window: ``0-4``, ``22-29 + output``, ``0-47, experts of 0-20 in RAM``."""
+    parts = []
+    if stage.layer_count:
+        last = stage.first_layer + stage.layer_count - 1
+        parts.append(f"{stage.first_layer}-{last}" if last > stage.first_layer else str(last))
+    if stage.holds_output:
+        parts.append("output")
+    text = " + ".join(parts)
+    if kept := stage.expert_layers_in_ram:
+        span = f"{kept[0]}-{kept[-1]}" if len(kept) > 1 else str(kept[0])
+        text += f", experts of {span} in RAM"
+    return text
+
+
+def explanation(plan: Plan) -> Iterator[RenderableType]:
+    """Show what fills each device, where a token's time goes, and how good the plan is."""
+    yield Text("\nMemory", style="bold")
+    yield Text.assemble(*((f"█ {kind}  ", style) for kind, style in _KINDS), "· free")
+    for title, memory in _devices(plan):
+        yield Text(
+            f"{title}: {format_bytes(memory.used_bytes)} used, "
+            f"{format_bytes(memory.reserve_bytes)} reserved, "
+            f"of {format_bytes(memory.available_bytes)}"
+        )
+        yield _memory_bar(memory)
+    yield Text("\nTime of one token", style="bold")
+    yield _time_table(plan)
+    yield Text(f"Objective: {plan.expectation.objective}.")
+    gap = plan.expectation.optimality_gap
+    proof = "no placement is faster" if gap < 1e-6 else f"at most {gap:.2%} slower than the best"
+    yield Text(f"Proved by the solver: {proof}, under these speeds and sizes.")
+    yield Text(f"Why: {plan.reason}.")
+
+
+def _devices(plan: Plan) -> Iterator[tuple[str, DeviceMemory]]:
+    yield f"{plan.coordinator_name} (here) CPU", plan.coordinator_memory
+    for stage in plan.stages:
+        if not (stage.is_coordinator and stage.is_cpu):
+            yield f"{stage.node_name} {stage.device}", stage.memory
+
+
+def _memory_bar(memory: DeviceMemory) -> Text:
+    sizes = (
+        memory.weight_bytes,
+        memory.kv_bytes,
+        memory.recurrent_bytes,
+        memory.compute_bytes,
+        memory.reserve_bytes,
+    )
+    total = max(memory.available_bytes, sum(sizes), 1)
+    text, done, cells = Text("  "), 0, 0
+    for size, (_, style) in zip(sizes, _KINDS, strict=True):
+        # Ends are rounded, not lengths, so that the bar is as long as the sum says.
+        done += size
+        end = round(done / total * WIDE_BAR_CELLS)
+        text.append("█" * (end - cells), style)
+        cells = end
+    text.append("·" * (WIDE_BAR_CELLS - cells), "dim")
+    return text
+
+
+def _time_table(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("stage", "layers"):
+        table.add_column(title)
+    for title in ("memory", "network", ""):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    longest = max((s.compute_ms + s.network_ms for s in plan.stages), default=0.0) or 1.0
+    for stage in plan.stages:
+        share = (stage.compute_ms + stage.network_ms) / longest
+        table.add_row(
+            Text(f"{stage.node_name} {stage.device}"),
+            layers_text(stage),
+            f"{stage.compute_ms:.2f} ms",
+            f"{stage.network_ms:.2f} ms",
+            Text(bar(share, BAR_CELLS), "green"),
+        )
+    expected = plan.expectation
+    table.add_row(
+        Text("together", style="bold"),
+        "",
+        f"{expected.compute_ms:.2f} ms",
+        f"{expected.network_ms:.2f} ms",
+        f"{expected.token_ms:.2f} ms",
+    )
+    return table
+
+
+def shortfall_report(infeasible: Infeasible) -> RenderableType:
+    """Show what is short, and changes after which the model fits."""
+    parts: list[RenderableType] = []
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("SHORT", "FOR"):
+        table.add_column(title, overflow="fold")
+    for title in ("NEEDED", "OFFERED", "MISSING"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for shortfall in infeasible.shortfalls:
+        table.add_row(
+            Text(shortfall.where),
+            shortfall.what,
+            format_bytes(shortfall.needed_bytes),
+            format_bytes(shortfall.available_bytes),
+            format_bytes(shortfall.short_bytes),
+        )
+    parts.append(table)
+    if len(infeasible.remedies) >= _MORE_THAN_ONE:
+        parts.append(Text("Each of these would make it fit:"))
+        parts += [Text(f"  - {remedy.text}") for remedy in infeasible.remedies]
+    return Group(*parts)
