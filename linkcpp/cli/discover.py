@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
 from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery, find_nodes
 from linkcpp.cluster.records import DiscoveredNode, NodeStatus
@@ -22,7 +23,7 @@ from linkcpp.engine.records import Engine
 
 _PAUSE_SECONDS = 1.0
 
-app = typer.Typer(pretty_exceptions_enable=False)
+app = verb()
 
 
 @app.command()

@@ -7,12 +7,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.verb import verb
 from linkcpp.node.selfcheck import Diagnosis, Verdict, examine
 
-app = typer.Typer(
-    help="Look at this machine: what is here, what is missing, what to do.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
+app = verb(
+    help="Look at this machine: what is here, what is missing, what to do.", add_completion=False
 )
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.binaries import find_engines, find_explicit_engine
@@ -24,11 +25,8 @@ from linkcpp.engine.install import (
 from linkcpp.engine.records import Engine, EngineLocation
 from linkcpp.engine.staging import ProgressReport
 
-app = typer.Typer(
-    help="Find, check and install llama.cpp programs.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+app = verb(
+    help="Find, check and install llama.cpp programs.", no_args_is_help=True, add_completion=False
 )
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import load_config, parse_node_url
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
@@ -29,7 +30,7 @@ from linkcpp.launch.supervisor import log_to, run_until_stopped
 from linkcpp.planning.documents import MOST_PLAN_BYTES, parse_plan
 from linkcpp.planning.records import Plan
 
-app = typer.Typer()
+app = verb()
 
 # What a service manager must hand over so that the same folders, token and engine are used.
 _ENVIRONMENT = ("LINKCPP_HOME", "LINKCPP_TOKEN_FILE", "LINKCPP_ENGINE", "LINKCPP_TEMPLATES")

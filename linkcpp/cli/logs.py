@@ -7,11 +7,12 @@ import typer
 from rich.text import Text
 
 from linkcpp.cli.output import console, print_json
+from linkcpp.cli.verb import verb
 from linkcpp.launch.folder import DeploymentFolder, existing_deployment
 from linkcpp.launch.logs import LogPart, follow, local_tails, remote_tail, stages_of
 from linkcpp.launch.records import StageState
 
-app = typer.Typer()
+app = verb()
 
 
 @app.command()

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from linkcpp.cli.output import console, status_console
+from linkcpp.cli.verb import verb
 from linkcpp.cluster.addresses import own_addresses
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config, node_url
 from linkcpp.cluster.identity import load_identity
@@ -24,7 +25,7 @@ from linkcpp.node.agent import AgentOptions, NodeAgent, engine_or_problem, measu
 from linkcpp.node.service import systemd_unit
 from linkcpp.node.serving import listen
 
-app = typer.Typer(help="Run this machine's node agent.", pretty_exceptions_enable=False)
+app = verb(help="Run this machine's node agent.")
 
 
 @app.callback(invoke_without_command=True)

@@ -11,6 +11,7 @@ from rich.text import Text
 from linkcpp.cli.output import console, print_json, status_console
 from linkcpp.cli.plan_files import read_document, save_plan
 from linkcpp.cli.plan_report import explanation, report, shortfall_report
+from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import load_config
 from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery, find_nodes
 from linkcpp.cluster.identity import load_identity
@@ -30,7 +31,7 @@ from linkcpp.planning.offers import coordinator_offers
 from linkcpp.planning.records import CacheType, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
 
-app = typer.Typer(pretty_exceptions_enable=False)
+app = verb()
 
 
 @app.command()

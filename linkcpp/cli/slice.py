@@ -17,6 +17,7 @@ from rich.progress import (
 )
 
 from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.model.parts import ModelFiles
@@ -39,7 +40,7 @@ from linkcpp.model.slices.writing import (
     write_slice,
 )
 
-app = typer.Typer(pretty_exceptions_enable=False)
+app = verb()
 _MOST_NAMED = 5
 
 

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linkcpp.cli.output import console, print_json
+from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.launch.api import ApiClient
@@ -22,7 +23,7 @@ from linkcpp.launch.folder import (
 from linkcpp.launch.records import DeploymentState, StageState
 from linkcpp.launch.status import Condition, DeploymentReport, report_on
 
-app = typer.Typer()
+app = verb()
 
 _COLOURS = {
     Condition.RUNNING: "green",

@@ -5,11 +5,12 @@ from typing import Annotated
 import typer
 
 from linkcpp.cli.output import console, print_json
+from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.folder import all_deployments, existing_deployment
 from linkcpp.launch.stopping import StopResult, stop_deployment
 
-app = typer.Typer()
+app = verb()
 
 _WORDS = {
     StopResult.STOPPED: "stopped",
