@@ -10,9 +10,7 @@ from linkcpp.cli.output import console, print_json, status_console
 from linkcpp.cli.verb import verb
 from linkcpp.node.selfcheck import Diagnosis, Verdict, examine
 
-app = verb(
-    help="Look at this machine: what is here, what is missing, what to do.", add_completion=False
-)
+app = verb(help="Look at this machine: what is here, what is missing, what to do.")
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
 

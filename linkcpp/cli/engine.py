@@ -25,9 +25,7 @@ from linkcpp.engine.install import (
 from linkcpp.engine.records import Engine, EngineLocation
 from linkcpp.engine.staging import ProgressReport
 
-app = verb(
-    help="Find, check and install llama.cpp programs.", no_args_is_help=True, add_completion=False
-)
+app = verb(help="Find, check and install llama.cpp programs.", no_args_is_help=True)
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
