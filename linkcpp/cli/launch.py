@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.plan_files import load_plan
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import load_config, parse_node_url
 from linkcpp.common.errors import LinkcppError
@@ -27,8 +28,6 @@ from linkcpp.launch.rendering import systemd_unit
 from linkcpp.launch.start import make_request, prepared, start_detached, states_until_up
 from linkcpp.launch.stopping import stop_deployment
 from linkcpp.launch.supervisor import log_to, run_until_stopped
-from linkcpp.planning.documents import MOST_PLAN_BYTES, parse_plan
-from linkcpp.planning.records import Plan
 
 app = verb()
 
@@ -77,7 +76,7 @@ def launch(
 ) -> None:
     """Start what a plan says, prove that it is so, and print the URL of the API."""
     request = make_request(
-        _load_plan(plan_file),
+        load_plan(plan_file),
         model=model,
         name=name,
         host=host,
@@ -95,18 +94,6 @@ def launch(
         _run_in_foreground(request)
     else:
         _run_detached(request, as_json=as_json)
-
-
-def _load_plan(path: Path) -> Plan:
-    hint = "`linkcpp plan -o FILE` writes one."
-    try:
-        with path.open("rb") as file:
-            text = file.read(MOST_PLAN_BYTES + 1)
-    except OSError as error:
-        raise LinkcppError(f"Cannot read {path}: {error.strerror}.", hint=hint) from error
-    if len(text) > MOST_PLAN_BYTES:
-        raise LinkcppError(f"{path} is too large to be a plan.", hint=hint)
-    return parse_plan(text, source=str(path))
 
 
 def _run_detached(request: LaunchRequest, *, as_json: bool) -> None:

@@ -85,7 +85,18 @@ class Attempt:
             broken = await self._broken
         except BrokenError as error:
             broken = error
+        except StepRefusedError:
+            raise
+        except LinkcppError as error:
+            broken = await self._cause_of(error)
         return await self._diagnose(broken)
+
+    async def _cause_of(self, error: LinkcppError) -> BrokenError:
+        """Return what broke under a step that failed; ``error`` itself where nothing did."""
+        await asyncio.wait({self._broken}, timeout=SETTLE_SECONDS)
+        if not self._broken.done():
+            raise error
+        return self._broken.result()
 
     async def aclose(self) -> None:
         """Give everything back; nothing of this attempt runs anywhere afterwards."""
@@ -138,10 +149,7 @@ class Attempt:
         )
         self._resources.nodes = found
         for node in found.values():
-            asked_at = time.perf_counter()
-            await node.client.echo(b"")
-            rtt_ms = (time.perf_counter() - asked_at) * 1000
-            self._journal.emit(NodeFound(node.record.node_id, node.url, rtt_ms))
+            self._journal.emit(NodeFound(node.record.node_id, node.url, node.rtt_ms))
         return replace(observed, found_nodes=frozenset(found))
 
     async def _start_servers(self, observed: Observed) -> Observed:
@@ -180,11 +188,11 @@ class Attempt:
         self._journal.emit(ServerSeen(index, server))
         self._watch(
             watch_server(
-                index, node, server.server_id, self._journal.emit, interval=self._renewal_seconds
+                index, node, server.server_id, self._journal.emit, interval=self._interval_seconds
             )
         )
 
-    def _renewal_seconds(self) -> float:
+    def _interval_seconds(self) -> float:
         # While the model is loading, the node's counts are the progress that people see.
         return RENEW_SECONDS if self.has_served else PROGRESS_SECONDS
 
@@ -201,7 +209,11 @@ class Attempt:
             self._resources.tunnels[index] = tunnel
             self._journal.emit(TunnelOpened(index, tunnel.endpoint))
             self._watch(watch_tunnel(tunnel, node))
-        self._watch(watch_traffic(self._resources.tunnels, self._journal.emit))
+        self._watch(
+            watch_traffic(
+                self._resources.tunnels, self._journal.emit, interval=self._interval_seconds
+            )
+        )
         return replace(observed, tunnelled_stages=frozenset(self._resources.tunnels))
 
     async def _start_engine(self, observed: Observed) -> Observed:
@@ -230,7 +242,13 @@ class Attempt:
     async def _prove_split(self, observed: Observed) -> Observed:
         self._journal.emit(PhaseEntered(Phase.PROVING))
         for index, (node, server) in self._resources.servers.items():
-            seen = await node.client.server(server.server_id)
+            try:
+                seen = await node.client.server(server.server_id)
+            except NodeError as error:
+                raise BrokenError(
+                    f"{node.record.name} does not tell what it holds ({error.message})",
+                    nodes=frozenset({node.record.node_id}),
+                ) from error
             self._journal.emit(ServerSeen(index, seen))
         problems = unproved_stages(self._plan, self._journal.state.stages)
         if problems:

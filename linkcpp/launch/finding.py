@@ -1,6 +1,7 @@
 """The nodes of a plan, found again: by the addresses of the plan, else by discovery."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class FoundNode:
     client: NodeClient
     record: NodeRecord
     url: str
+    rtt_ms: float
 
 
 async def find_nodes(
@@ -77,6 +79,9 @@ class _Search:
         client = NodeClient(url, self._token, timeout_seconds=CALL_SECONDS)
         try:
             record = await client.node()
+            asked_at = time.perf_counter()
+            await client.echo(b"")
+            rtt_ms = (time.perf_counter() - asked_at) * 1000
         except WrongTokenError as error:
             self._rejections.append(error)
         except NodeError:
@@ -84,7 +89,7 @@ class _Search:
         else:
             # One node may answer at several addresses; the first to answer is the nearest.
             if record.node_id in self._wanted and record.node_id not in self.found:
-                self.found[record.node_id] = FoundNode(client, record, url)
+                self.found[record.node_id] = FoundNode(client, record, url, rtt_ms)
                 return
         await client.aclose()
 

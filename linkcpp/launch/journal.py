@@ -18,12 +18,14 @@ from linkcpp.launch.events import (
     apply,
 )
 from linkcpp.launch.folder import DeploymentFolder
-from linkcpp.launch.records import DeploymentState
+from linkcpp.launch.records import DeploymentState, Phase
 
 log = logging.getLogger("linkcpp.launch")
 
-# Progress comes many times a second; readers look only a few times.
-WRITE_INTERVAL_SECONDS = 0.25
+# Progress comes many times a second; readers look only a few times. Once it serves, a deployment
+# lives for weeks, and each write is synced to the disk.
+PROGRESS_WRITE_SECONDS = 0.25
+SERVING_WRITE_SECONDS = 2.0
 _FREQUENT = (BytesCarried, Logged, NodeFound, ServerSeen)
 
 
@@ -78,7 +80,8 @@ class Journal:
 
     async def _keep(self) -> None:
         while True:
-            await asyncio.sleep(WRITE_INTERVAL_SECONDS)
+            is_serving = self.state.phase is Phase.READY
+            await asyncio.sleep(SERVING_WRITE_SECONDS if is_serving else PROGRESS_WRITE_SECONDS)
             self.flush()
 
 

@@ -33,6 +33,7 @@ class Surroundings:
         self.request = request
         self._folder = folder
         self._engine: Engine | None = None
+        self._model_path = request.model_path
 
     @functools.cached_property
     def token(self) -> str:
@@ -47,6 +48,8 @@ class Surroundings:
         """
         inventory = await asyncio.to_thread(read_inventory, self.request.model_path)
         check_plan_model(plan, inventory)
+        # Of a split model any part may be named, but llama-server wants the first.
+        self._model_path = inventory.source
 
     async def check_engine(self, plan: Plan) -> None:
         """Find a working engine that speaks what the plan was made for.
@@ -114,7 +117,7 @@ class Surroundings:
         check_port(request.host, request.port)
         command = llama_server_command(
             program=str(engine.location.llama_server),
-            model_path=request.model_path,
+            model_path=self._model_path,
             model_name=request.name,
             placement=server_arguments(plan, endpoints),
             host=request.host,

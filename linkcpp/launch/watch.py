@@ -64,12 +64,14 @@ async def watch_server(
         emit(NodeFound(node.record.node_id, node.url, rtt_ms))
 
 
-async def watch_traffic(tunnels: dict[int, Tunnel], emit: Emit) -> None:
+async def watch_traffic(
+    tunnels: dict[int, Tunnel], emit: Emit, *, interval: Callable[[], float]
+) -> None:
     """Tell for ever what the tunnels carried."""
     while True:
         for stage, tunnel in tunnels.items():
             emit(BytesCarried(stage, tunnel.sent_bytes + tunnel.received_bytes))
-        await asyncio.sleep(PROGRESS_SECONDS)
+        await asyncio.sleep(interval())
 
 
 async def watch_engine(server: LlamaServer) -> None:

@@ -128,7 +128,18 @@ class Swarm:
         """Plan a model over all agents; the coordinator takes little, so that the nodes must."""
         path = self.folder / f"plan-{model.stem}-{len(list(self.folder.glob('plan-*')))}.json"
         self.run(
-            *("plan", "--model", str(model), "--mode", mode, "--context", "1024", "--no-mdns"),
+            *(
+                "plan",
+                "--model",
+                str(model),
+                "--mode",
+                mode,
+                "--context",
+                "1024",
+                "--no-mdns",
+                "--min-nodes",
+                str(len(self.agents)),
+            ),
             *(*self.node_options(), *options, "-o", str(path)),
         )
         return path
