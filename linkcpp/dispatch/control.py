@@ -56,6 +56,7 @@ class DispatchStatus(WireRecord):
     pair_count: int
     rerouted_pair_count: int
     failed_pair_count: int
+    failed_call_count: int
     late_count: int
     nonsense_count: int
     read_seconds: float
@@ -110,6 +111,7 @@ def dispatch_status(device: VirtualDevice, swarm: Swarm) -> DispatchStatus:
         pair_count=counters.pair_count,
         rerouted_pair_count=counters.rerouted_pair_count,
         failed_pair_count=counters.failed_pair_count,
+        failed_call_count=counters.failed_call_count,
         late_count=counters.late_count,
         nonsense_count=counters.nonsense_count,
         read_seconds=device.counters.read_seconds,

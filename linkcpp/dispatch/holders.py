@@ -82,6 +82,7 @@ class Holder:
         self.waited_seconds = 0.0
         self.retry_at = 0.0
         self.retry_seconds = _FIRST_RETRY_SECONDS
+        self.has_answered = False
         self.is_removed = False
         self.socket: socket.socket | None = None
         self._frames = FrameBuffer(Limits())
@@ -250,6 +251,15 @@ class Holders:
             else:
                 raise LinkcppError(f"There is no worker {name}.")
         self._on_change()
+
+    def retire(self) -> None:
+        """Close the links of workers that were removed; while nobody is being asked."""
+        with self._lock:
+            for holder in [entry for entry in self._holders.values() if entry.is_removed]:
+                if holder.state == LinkState.UP:
+                    holder.close()
+                    holder.state = LinkState.CONNECTING
+                    del self._holders[holder.number]
         self._wake.set()
 
     def teach(self, chain_id: int, chain: Chain) -> None:
@@ -271,8 +281,12 @@ class Holders:
             holder.close()
             holder.failure_count += 1
             holder.state, holder.detail = LinkState.CONNECTING, why
-            holder.retry_seconds = _FIRST_RETRY_SECONDS
-            holder.retry_at = time.monotonic() + _FIRST_RETRY_SECONDS
+            if holder.has_answered:
+                holder.retry_seconds = _FIRST_RETRY_SECONDS
+            else:
+                # It greets well but never answers: it may cost a deadline ever more seldom.
+                holder.retry_seconds = min(2 * holder.retry_seconds, _MOST_RETRY_SECONDS)
+            holder.retry_at = time.monotonic() + holder.retry_seconds
         _log.warning("worker %s: %s", holder.address.name, why)
         self._on_change()
         self._wake.set()
@@ -322,6 +336,9 @@ class Holders:
             for chain_id, chain in self._chains[len(taught) :]:
                 with contextlib.suppress(OSError):
                     holder.send([pack_chain(0, chain_id, chain)])
+            holder.has_answered = False
+            # What was measured before it failed says little of what it is now.
+            holder.latency.score = 0.0
             holder.state, holder.detail = LinkState.UP, ""
         _log.info("worker %s is up", holder.address.name)
         self._on_change()

@@ -18,8 +18,10 @@ NOBODY = -1
 # Smoothing as in RFC 6298 (TCP's retransmission timer): a mean and a mean deviation.
 _MEAN_GAIN = 1 / 8
 _DEVIATION_GAIN = 1 / 4
-_FIRST_DEADLINE_MS = 10_000.0
+_FIRST_DEADLINE_MS = 2_000.0
+_FIRST_DEADLINE_MS_PER_PAIR = 5.0
 _MOST_DEADLINE_MS = 60_000.0
+_MOST_DOUBLINGS = 4
 _CLASSES = 24
 # Pairs whose time equals what a request costs by itself, for comparing requests of any size.
 _FIXED_PAIRS = 8
@@ -33,6 +35,7 @@ class Latency:
     mean_ms: list[float] = field(default_factory=lambda: [0.0] * _CLASSES)
     deviation_ms: list[float] = field(default_factory=lambda: [0.0] * _CLASSES)
     score: float = 0.0
+    misses: int = 0
 
     def observe(self, pairs: int, took_ms: float) -> None:
         """Take note of an answer."""
@@ -44,12 +47,17 @@ class Latency:
             self.deviation_ms[size] += _DEVIATION_GAIN * (abs(error) - self.deviation_ms[size])
         else:
             self.mean_ms[size], self.deviation_ms[size] = took_ms, took_ms / 2
-        per_pair = took_ms / (pairs + _FIXED_PAIRS)
-        self.score += _MEAN_GAIN * (per_pair - self.score) if self.score else per_pair
+        self.misses = 0
+        self._score(pairs, took_ms)
 
     def observe_miss(self, pairs: int, waited_ms: float) -> None:
-        """Take note that no answer came in time: it takes at least twice that."""
-        self.observe(pairs, 2 * waited_ms)
+        """Take note that no answer came in time: next time it gets twice as long."""
+        self.misses += 1
+        self._score(pairs, 2 * waited_ms)
+
+    def _score(self, pairs: int, took_ms: float) -> None:
+        per_pair = took_ms / (pairs + _FIXED_PAIRS)
+        self.score += _MEAN_GAIN * (per_pair - self.score) if self.score else per_pair
 
     def forgive(self) -> None:
         """Let a holder that had nothing to do look better, so that it is tried again."""
@@ -63,10 +71,11 @@ class Latency:
         else:
             known = [k for k, mean in enumerate(self.mean_ms) if mean]
             if not known:
-                return _FIRST_DEADLINE_MS
+                return _FIRST_DEADLINE_MS + _FIRST_DEADLINE_MS_PER_PAIR * pairs
             nearest = min(known, key=lambda k: abs(k - size))
             wait = 8 * self.mean_ms[nearest] * 2.0 ** max(size - nearest, 0)
-        return min(max(wait, floor_ms), _MOST_DEADLINE_MS)
+        patience = 2.0 ** min(self.misses, _MOST_DOUBLINGS)
+        return min(max(wait, floor_ms) * patience, _MOST_DEADLINE_MS)
 
 
 def _size_class(pairs: int) -> int:

@@ -65,6 +65,7 @@ class SwarmCounters:
     pair_count: int = 0
     rerouted_pair_count: int = 0
     failed_pair_count: int = 0
+    failed_call_count: int = 0
     late_count: int = 0
     nonsense_count: int = 0
     seconds: float = 0.0
@@ -122,6 +123,8 @@ class Swarm:
         self._chains: dict[str, int] = {}
         self._next_request = 1
         self._routes: Routes = plan_routes(self._expert_counts, [])
+        self._calling = threading.Lock()
+        self.hopeless_routes: Routes | None = None
         self._planned: dict[int, tuple[int, float]] = {}
         self._replan = threading.Event()
         self._is_closing = False
@@ -151,8 +154,8 @@ class Swarm:
     def compute(self, job: Job) -> Rows:
         """Return one row for each pair of the job, token after token."""
         began = time.perf_counter()
-        call = _Call(self, job)
-        rows = call.run()
+        with self._calling:
+            rows = _Call(self, job).run()
         self.counters.call_count += 1
         self.counters.pair_count += job.ids.size
         self.counters.seconds += time.perf_counter() - began
@@ -171,6 +174,9 @@ class Swarm:
             for number, (requests, _) in self._planned.items():
                 if number in now and now[number].request_count == requests and len(up) > 1:
                     now[number].latency.forgive()
+            if any(holder.is_removed for holder in self.holders.all()):
+                with self._calling:
+                    self.holders.retire()
             if was_told or self._has_drifted(up):
                 views = [
                     HolderView(holder.number, holder.welcome.segments, holder.latency.score)
@@ -297,14 +303,18 @@ class _Call:
         self._give_up_at = self._give_up_at or now + patience
         orphans = np.sort(np.concatenate(self._orphans))
         self._orphans = []
-        if now < self._give_up_at:
+        routes = self._swarm._routes
+        if now < self._give_up_at and routes is not self._swarm.hopeless_routes:
             time.sleep(_RETRY_SECONDS)
             self._excluded.clear()
             owners = self._swarm._routes_of(self._job.layer).chosen[self._flat[orphans]]
             self._ask(orphans, owners)
             return
+        # Until the routes change, nobody needs to wait again.
+        self._swarm.hopeless_routes = routes
         self._result[orphans] = np.nan
         self._swarm.counters.failed_pair_count += len(orphans)
+        self._swarm.counters.failed_call_count += 1
         _log.error(
             "layer %d: no worker and no fallback for %d pairs; their rows are NaN",
             self._job.layer,
@@ -345,6 +355,7 @@ class _Call:
                 raise ConnectionError("it answered rows that are not finite")
             self._result[request.positions] = answer.rows
             del self._pending[header.request_id]
+            holder.has_answered = True
             took = time.monotonic() - request.sent_at
             holder.latency.observe(len(request.positions), took * 1000)
             holder.pair_count += len(request.positions)

@@ -224,7 +224,7 @@ class Pairs(NamedTuple):
 
     ``inputs[0]`` has (row_count, width) elements, every further input one row a pair. The same
     pair may come twice and is then answered twice. Rows that are not finite are computed like any
-    other (IEEE 754).
+    other, as the engine does it.
     """
 
     layer: int

@@ -1,0 +1,250 @@
+"""Workers that die, stall, lie or are missing: llama-server never notices."""
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from linkcpp.dispatch.process import WorkerEntry
+from linkcpp.engine.records import EngineLocation
+from linkcpp.engine.rpc_socket import send_all
+from linkcpp.worker.frames import (
+    DataType,
+    FrameType,
+    Limits,
+    Segment,
+    Welcome,
+    pack_header,
+    pack_rows,
+    pack_welcome,
+    parse_compute_head,
+)
+from linkcpp.worker.link import FrameBuffer
+from linkcpp.worker.slabs import GgufSlabs
+from tests.dispatch.test_exactness import SHORT, even_shares, expert_counts
+from tests.support import models
+from tests.support.swarm import (
+    TOKEN,
+    Device,
+    Server,
+    as_json,
+    running_device,
+    running_llama_server,
+    running_worker,
+    worker_entry,
+)
+
+TOKENS = 160
+
+
+class Faults:
+    """One swarm of two full replicas (or a worker and the fallback) and the wanted answer."""
+
+    def __init__(self, engine: EngineLocation, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.engine = engine
+        self.folder = folder
+        self.stack = stack
+        self.model = models.qwen3moe()
+        with running_llama_server(engine, self.model, folder, label="alone") as alone:
+            self.wanted = as_json(alone.complete(SHORT, TOKENS))
+
+    def worker(self, name: str, **options: Any) -> Any:
+        share = even_shares(self.model, 1)[0]
+        return self.stack.enter_context(
+            running_worker(self.engine, self.model, share, self.folder, name=name, **options)
+        )
+
+    def serve(self, workers: list[WorkerEntry], **options: Any) -> tuple[Device, Server]:
+        device = self.stack.enter_context(
+            running_device(self.engine, self.model, workers, self.folder, **options)
+        )
+        server = self.stack.enter_context(
+            running_llama_server(self.engine, self.model, self.folder, device_port=device.port)
+        )
+        return device, server
+
+    def complete_while(self, device: Device, server: Server, what: Any) -> str:
+        """Do something once tokens flow; return the answer."""
+        answers: list[str] = []
+        before = device.status()["call_count"]
+        thread = threading.Thread(
+            target=lambda: answers.append(as_json(server.complete(SHORT, TOKENS)))
+        )
+        thread.start()
+        device.wait_until(f"s['call_count'] > {before + 40}")
+        what()
+        thread.join()
+        return answers[0]
+
+
+@pytest.fixture
+def faults(stock_engine: EngineLocation, tmp_path: Path) -> Iterator[Faults]:
+    with contextlib.ExitStack() as stack:
+        yield Faults(stock_engine, tmp_path, stack)
+
+
+def test_a_worker_killed_between_tokens_changes_nothing_with_a_replica(faults: Faults) -> None:
+    first, second = faults.worker("a"), faults.worker("b")
+    device, server = faults.serve([worker_entry("a", first), worker_entry("b", second)])
+    answer = faults.complete_while(device, server, first.process.kill)
+    assert answer == faults.wanted
+    status = device.wait_until("s['workers'][0]['state'] != 'up'")
+    assert status["workers"][0]["failure_count"] == 1
+    assert status["failed_pair_count"] == 0
+
+
+def test_a_worker_killed_between_tokens_changes_nothing_with_the_fallback(faults: Faults) -> None:
+    worker = faults.worker("a")
+    # Room for a third of the experts: they come and go.
+    expert_bytes = sum(t.slab_bytes for t in GgufSlabs(faults.model).tensors if t.layer == 0)
+    device, server = faults.serve(
+        [worker_entry("a", worker)],
+        fallback_model=str(faults.model),
+        fallback_bytes=22 * expert_bytes,
+    )
+    answer = faults.complete_while(device, server, worker.process.kill)
+    assert answer == faults.wanted
+    status = device.status()
+    assert status["fallback"]["pair_count"] > 0
+    assert status["fallback"]["loaded_count"] > 22
+    assert status["failed_pair_count"] == 0
+
+
+def test_a_worker_that_is_stopped_is_passed_over_and_used_again(faults: Faults) -> None:
+    first, second = faults.worker("a"), faults.worker("b")
+    device, server = faults.serve([worker_entry("a", first), worker_entry("b", second)])
+    answer = faults.complete_while(
+        device, server, lambda: first.process.send_signal(signal.SIGSTOP)
+    )
+    assert answer == faults.wanted
+    assert device.status()["late_count"] >= 1
+    first.process.send_signal(signal.SIGCONT)
+    device.wait_until("s['workers'][0]['state'] == 'up'")
+    before = device.status()["workers"][0]["pair_count"]
+    for _ in range(20):
+        assert as_json(server.complete(SHORT, TOKENS)) == faults.wanted
+        if device.status()["workers"][0]["pair_count"] > before:
+            return
+    raise AssertionError("the worker that came back is not used")
+
+
+def test_workers_come_and_go_while_tokens_flow(faults: Faults) -> None:
+    first, second = faults.worker("a"), faults.worker("b")
+    device, server = faults.serve([worker_entry("a", first)])
+
+    def exchange() -> None:
+        entry = worker_entry("b", second).model_dump()
+        assert device.control.post("/workers", json=entry).status_code == 200
+        assert device.control.post("/workers", json=entry).status_code == 409
+        device.wait_until("any(w['name'] == 'b' and w['state'] == 'up' for w in s['workers'])")
+        assert device.control.delete("/workers/a").status_code == 200
+
+    assert faults.complete_while(device, server, exchange) == faults.wanted
+    assert as_json(server.complete(SHORT, TOKENS)) == faults.wanted
+    status = device.wait_until("[w['name'] for w in s['workers']] == ['b']")
+    assert status["workers"][0]["pair_count"] > 0
+
+
+def test_with_nobody_left_llama_server_lives_on_and_the_failure_is_counted(
+    faults: Faults,
+) -> None:
+    first = faults.worker("a")
+    device, server = faults.serve([worker_entry("a", first)], patience_seconds=0.5)
+    first.process.kill()
+    server.complete(SHORT, 4)
+    status = device.status()
+    assert status["failed_call_count"] > 0
+    assert status["missing_expert_count"] == 64
+    assert server.process.poll() is None
+    second = faults.worker("b")
+    device.control.post("/workers", json=worker_entry("b", second).model_dump())
+    device.wait_until("s['missing_expert_count'] == 0")
+    assert as_json(server.complete(SHORT, TOKENS)) == faults.wanted
+    assert device.status()["failed_call_count"] == status["failed_call_count"]
+
+
+class Liar:
+    """A worker that greets well and then answers as ``kind`` says."""
+
+    def __init__(self, model: Path, kind: str) -> None:
+        slabs = GgufSlabs(model)
+        slabs.close()
+        self.kind = kind
+        self.asked = 0
+        self.welcome = Welcome(
+            model_digest=slabs.model_digest,
+            hidden_size=slabs.hidden_size,
+            segments=tuple(
+                Segment(layer=layer, first=0, last=count - 1)
+                for layer, count in expert_counts(model).items()
+            ),
+            engine="liar",
+            limits=Limits(),
+            name="liar",
+        )
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    @property
+    def entry(self) -> WorkerEntry:
+        return WorkerEntry(name="liar", port=self.listener.getsockname()[1], token=TOKEN)
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                link, _ = self.listener.accept()
+                threading.Thread(target=self._talk, args=(link,), daemon=True).start()
+
+    def _talk(self, link: socket.socket) -> None:
+        frames = FrameBuffer(Limits())
+        with contextlib.suppress(OSError), link:
+            while count := link.recv_into(frames.space()):
+                frames.received(count)
+                while (frame := frames.next()) is not None:
+                    self._answer(link, *frame)
+
+    def _answer(self, link: socket.socket, header: Any, payload: memoryview) -> None:
+        if header.kind == FrameType.HELLO:
+            link.sendall(pack_welcome(self.welcome))
+        elif header.kind == FrameType.CHAIN:
+            link.sendall(pack_header(FrameType.CHAIN_READY, header.request_id, 0))
+        elif header.kind == FrameType.PING:
+            link.sendall(pack_header(FrameType.PONG, header.request_id, 0))
+        elif header.kind == FrameType.COMPUTE:
+            self.asked += 1
+            head = parse_compute_head(payload, Limits())
+            rows = np.full((head.pair_count, 512), np.nan, np.float32)
+            if self.kind == "noise":
+                link.sendall(bytes(range(256)) * 20)
+            elif self.kind == "truncated":
+                link.sendall(pack_header(FrameType.ROWS, header.request_id, 1000) + bytes(10))
+                link.shutdown(socket.SHUT_RDWR)
+            elif self.kind == "short":
+                rows = rows[:, :100]
+            if self.kind in ("nan", "short"):
+                parts = pack_rows(rows.tobytes(), rows.shape, 1, DataType.F32)
+                size = sum(map(len, parts))
+                send_all(link, [pack_header(FrameType.ROWS, header.request_id, size), *parts])
+
+
+@pytest.mark.parametrize("kind", ["noise", "truncated", "nan", "short", "silent"])
+def test_a_worker_that_answers_nonsense_is_passed_over(kind: str, faults: Faults) -> None:
+    liar = Liar(faults.model, kind)
+    honest = faults.worker("a")
+    device, server = faults.serve([liar.entry, worker_entry("a", honest)])
+    began = time.monotonic()
+    assert as_json(server.complete(SHORT, TOKENS)) == faults.wanted
+    assert time.monotonic() - began < 100
+    status = device.status()
+    assert liar.asked > 0
+    assert status["workers"][0]["failure_count"] > 0
+    assert status["workers"][0]["pair_count"] == 0
+    assert status["failed_pair_count"] == 0
+    liar.listener.close()
