@@ -12,6 +12,7 @@ from typing import Self
 import httpx
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.paths import expand_home
 from linkcpp.model.header import Header, TensorInfo, Value, read_header
 from linkcpp.model.source import ByteSource, FileSource
 from linkcpp.model.web_source import WebSource, new_client
@@ -108,7 +109,7 @@ def _addressing(text: str, stack: contextlib.ExitStack) -> tuple[Opener, str]:
             lambda part: WebSource(directory + slash + part + mark + query, client=client),
             name,
         )
-    path = Path(text).expanduser()
+    path = expand_home(Path(text))
     return lambda part: FileSource(path.with_name(part) if part != path.name else path), path.name
 
 

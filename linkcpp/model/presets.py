@@ -14,6 +14,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.paths import expand_home
 from linkcpp.common.records import Record
 from linkcpp.common.resources import resource_folder
 from linkcpp.model.ggml_types import TYPES_BY_NAME
@@ -87,7 +88,7 @@ def load_model(text: str) -> ModelInventory:
     """
     if is_url(text):
         return read_inventory(text)
-    path = Path(text).expanduser()
+    path = expand_home(Path(text))
     preset = find_preset(text)
     try:
         is_there = path.exists()

@@ -1,94 +1,14 @@
 """Models behind HTTP: only the header crosses the network, and bad servers are named."""
 
-import http.server
-import re
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.inventory import read_inventory
 from linkcpp.model.parts import open_model
+from tests.model.web_server import Answer, Handler, Server, asked_range, send, send_range
 from tests.support.models import llama_parts, qwen35moe
-
-Answer = Callable[["Handler", bytes], None]
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    """Serves ranges of the files that a test put on the server."""
-
-    server: "Server"
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        name = self.path.partition("?")[0]
-        self.server.seen.append((self.path, dict(self.headers)))
-        if answer := self.server.answers.get(name):
-            answer(self, self.server.files.get(name, b""))
-        elif name in self.server.files:
-            send_range(self, self.server.files[name])
-        else:
-            send(self, 404, b"no such file")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
-
-class Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files: dict[str, bytes] = {}
-        self.answers: dict[str, Answer] = {}
-        self.seen: list[tuple[str, dict[str, str]]] = []
-        self.sent_bytes = 0
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that hang up: some tests make them."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-def send(handler: Handler, status: int, body: bytes, **headers: str) -> None:
-    handler.send_response(status)
-    for name, value in headers.items():
-        handler.send_header(name.replace("_", "-"), value)
-    handler.send_header("Content-Length", str(len(body)))
-    handler.end_headers()
-    handler.wfile.write(body)
-    handler.server.sent_bytes += len(body)
-
-
-def asked_range(handler: Handler) -> tuple[int, int]:
-    match = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers["Range"])
-    assert match
-    return int(match[1]), int(match[2])
-
-
-def send_range(handler: Handler, data: bytes) -> None:
-    first, last = asked_range(handler)
-    if first >= len(data):
-        send(handler, 416, b"")
-        return
-    body = data[first : last + 1]
-    send(handler, 206, body, Content_Range=f"bytes {first}-{first + len(body) - 1}/{len(data)}")
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 @pytest.fixture

@@ -187,7 +187,6 @@ def _pairs(
             yield key, int(value)
     yield "linkcpp.slice.version", SLICE_VERSION
     yield "linkcpp.slice.source_digest", files.digest
-    yield "linkcpp.slice.source_name", files.sources[0].name.rpartition("/")[2]
     yield "linkcpp.slice.hidden_size", hidden_size(files.sources[0].name, metadata)
     yield "linkcpp.slice.layers", tuple(sorted(ranges))
     for layer, held in sorted(ranges.items()):

@@ -115,8 +115,9 @@ class ExpertSlabs:
             place = _Place(0, entry.offset_bytes, numbers)
             self._places[entry.tensor.layer, entry.tensor.part] = place
         self.model_digest = str(metadata.get("linkcpp.slice.source_digest"))
-        self.model_name = str(metadata.get("linkcpp.slice.source_name"))
-        self.hidden_size = hidden_size(self._files.sources[0].name, metadata)
+        source = self._files.sources[0].name
+        self.model_name = str(metadata.get("general.name", Path(source).name))
+        self.hidden_size = hidden_size(source, metadata)
 
     def _take_model(self) -> None:
         files = self._files
