@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
 from linkcpp.model.memory import kv_bytes, kv_token_bytes, recurrent_bytes
 from linkcpp.model.presets import expand_preset, load_model, presets
@@ -20,6 +22,7 @@ from linkcpp.model.summary import Summary, summarize
 
 DEFAULT_CONTEXT_TOKENS = 4096
 BAR_CELLS = 24
+_LONGEST_SOURCE = 4096
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _KIND_NAMES = {
     LayerKind.ATTENTION: "attention",
@@ -28,7 +31,7 @@ _KIND_NAMES = {
     LayerKind.NEXT_TOKEN: "next-token",
 }
 
-app = typer.Typer(pretty_exceptions_enable=False)
+app = verb()
 
 
 @app.command()
@@ -57,7 +60,7 @@ def inspect(
             "There is no model to inspect.",
             hint="Name a GGUF file, a URL or a preset; `linkcpp inspect --list` shows the presets.",
         )
-    with status_console().status(f"Reading the header of {model}…"):
+    with status_console().status("Reading the header…"):
         inventory = load_model(model)
     if as_json:
         print_json(_as_data(inventory, context, with_tensors=tensors))
@@ -102,7 +105,7 @@ def _facts(inventory: ModelInventory, summary: Summary, context: int) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     parts = f" in {inventory.part_count} parts" if inventory.part_count > 1 else ""
-    table.add_row("source", Text(f"{inventory.source}{parts}"))
+    table.add_row("source", Text(f"{printable(inventory.source, _LONGEST_SOURCE)}{parts}"))
     table.add_row(
         "size",
         f"{format_bytes(inventory.file_bytes)}, {format_count(summary.parameter_count)} parameters",

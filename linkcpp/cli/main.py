@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a defect of linkcpp, 2 something that the user can mend, 1
 """
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -11,12 +12,16 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
 
 from linkcpp import __version__
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import state_folder
+from linkcpp.common.text import printable
+
+_LONGEST_LINE = 4096
 
 # A verb's module is imported only when it is used: `linkcpp status` need not load the solver.
 VERBS = (
@@ -37,6 +42,19 @@ VERBS = (
 
 class _Verbs(TyperGroup):
     """Loads ``linkcpp.cli.<verb>`` and takes its ``app``."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except typer.Abort:
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            # The reader of our output went away (`linkcpp discover | head`): nothing is wrong.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit from None
+        return result
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
@@ -78,33 +96,49 @@ def _root(
 
 def main() -> None:
     """Run the command line; the entry point of the ``linkcpp`` program."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal without Unicode gets question marks instead of an encoding error.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         app()
     except LinkcppError as error:
-        errors.print(f"[bold red]error:[/] {_escape(error.message)}")
+        _tell(errors, "error", error.message)
         if error.hint:
-            errors.print(f"[bold]way out:[/] {_escape(error.hint)}")
+            _tell(errors, "way out", error.hint)
         sys.exit(2)
     except KeyboardInterrupt:
         errors.print("interrupted")
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output went away (`linkcpp discover | head`): nothing is wrong.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except Exception as error:
         if os.environ.get("LINKCPP_DEBUG"):
             raise
-        report = state_folder() / "last-defect.txt"
-        write_atomically(report, traceback.format_exc(), mode=0o600)
-        errors.print(f"[bold red]defect in linkcpp:[/] {_escape(repr(error))}")
-        errors.print(f"The details are in {report}; LINKCPP_DEBUG=1 prints them instead.")
+        if isinstance(error, OSError):
+            # A full disk behind `> file`, a folder of another user: not ours to mend.
+            _tell(errors, "error", f"The system refuses: {error}.")
+            _tell(errors, "way out", "Mend that; LINKCPP_DEBUG=1 shows where it happens.")
+            sys.exit(2)
+        _tell(errors, "defect in linkcpp", repr(error))
+        _tell(errors, "way out", f"LINKCPP_DEBUG=1 prints the details.{_report_defect()}")
         sys.exit(1)
 
 
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
+def _tell(errors: Console, what: str, text: str) -> None:
+    # Text and not markup, line by line printable: it may have names from outside in it.
+    lines = (printable(line, _LONGEST_LINE) for line in text.split("\n"))
+    style = "bold" if what == "way out" else "bold red"
+    errors.print(Text.assemble((f"{what}: ", style), "\n".join(lines)))
+
+
+def _report_defect() -> str:
+    """Keep the traceback in a file, and say where; nothing where that is not possible."""
+    try:
+        report = state_folder() / "last-defect.txt"
+        write_atomically(report, traceback.format_exc(), mode=0o600)
+    except LinkcppError:
+        return ""
+    return f" They are in {report}, too."
 
 
 if __name__ == "__main__":

@@ -1,15 +1,23 @@
 """How verbs print: tables and progress for people, JSON for programs."""
 
 import json
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import BaseModel
 from rich.console import Console
 
 
+class _DataConsole(Console):
+    """A console whose reader may go away: what that means is for ``cli.main`` to say."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Let the ``BrokenPipeError`` go on that called this."""
+        raise  # noqa: PLE0704
+
+
 def console() -> Console:
     """Give the console for results, on stdout."""
-    return Console(highlight=False)
+    return _DataConsole(highlight=False)
 
 
 def status_console() -> Console:
@@ -18,8 +26,11 @@ def status_console() -> Console:
 
 
 def print_json(value: Any) -> None:
-    """Print records, or plain data with records in it, as JSON and nothing else."""
-    print(json.dumps(_plain(value), indent=2, ensure_ascii=False))
+    """Print records, or plain data with records in it, as JSON and nothing else.
+
+    In ASCII, so that it passes through any locale, and no name in it controls a terminal.
+    """
+    print(json.dumps(_plain(value), indent=2))
 
 
 def _plain(value: Any) -> Any:

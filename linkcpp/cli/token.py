@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
+from linkcpp.cli.verb import verb
 from linkcpp.cluster.token import create_token, load_token, store_token, token_path
 
 _LONGEST_INPUT = 4096
 
-app = typer.Typer(help="Show, make or take over the cluster token.", pretty_exceptions_enable=False)
+app = verb(help="Show, make or take over the cluster token.")
 
 
 @app.callback(invoke_without_command=True)
@@ -46,7 +47,9 @@ def create(
 def take_over() -> None:
     """Take over another machine's token, read from standard input."""
     # Not an argument: those are in the process list and in the shell's history.
-    if sys.stdin.isatty():
+    if sys.stdin is None:
+        text = ""
+    elif sys.stdin.isatty():
         text = typer.prompt("Token", hide_input=True)
     else:
         text = sys.stdin.read(_LONGEST_INPUT)

@@ -10,7 +10,6 @@
 """
 
 import ipaddress
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -18,12 +17,11 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.paths import config_folder
 from linkcpp.common.records import Record
+from linkcpp.common.settings import config_path, read_settings
 from linkcpp.common.units import parse_bytes
 
 DEFAULT_AGENT_PORT = 8716
-_LONGEST_FILE_BYTES = 2**20
 
 
 def _read_size(value: Any) -> Any:
@@ -53,14 +51,9 @@ class Config(Record):
     nodes: Annotated[tuple[str, ...], BeforeValidator(_read_urls)] = ()
     engine: Path | None = None
     memory_limit_bytes: Annotated[
-        int | None, BeforeValidator(_read_size), Field(alias="memory_limit", gt=0)
+        int | None, BeforeValidator(_read_size), Field(alias="memory_limit", gt=0, lt=2**63)
     ] = None
     mdns: bool = True
-
-
-def config_path() -> Path:
-    """Where the settings are read from."""
-    return config_folder() / "config.toml"
 
 
 def load_config() -> Config:
@@ -69,20 +62,13 @@ def load_config() -> Config:
     Raises:
         LinkcppError: the file is no TOML, or has a key or value that is not known.
     """
-    path = config_path()
     try:
-        with path.open("rb") as file:
-            text = file.read(_LONGEST_FILE_BYTES).decode()
-        return Config.model_validate(tomllib.loads(text))
-    except FileNotFoundError:
-        return Config()
+        return Config.model_validate(read_settings())
     except ValidationError as error:
         raise LinkcppError(
-            f"{path}: {'; '.join(_explain(problem) for problem in error.errors())}.",
+            f"{config_path()}: {'; '.join(_explain(problem) for problem in error.errors())}.",
             hint="The keys are name, nodes, engine, memory_limit and mdns.",
         ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise LinkcppError(f"{path} cannot be read: {error}.", hint="Mend or delete it.") from error
 
 
 def _explain(problem: Any) -> str:
@@ -111,10 +97,16 @@ def parse_node_url(text: str) -> str:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
+    if "@" in bare:
+        # Not echoed: it may have a password in it.
+        raise LinkcppError(
+            "The address of a node has no user name or password in it.",
+            hint="The cluster token is what lets linkcpp in; `linkcpp token` tells about it.",
+        )
     if (
         not host
+        or port == 0
         or parts.scheme not in ("http", "https")
-        or parts.username is not None
         or parts.query
         or parts.fragment
         or not bare.isprintable()

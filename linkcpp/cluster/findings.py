@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from linkcpp.cluster.candidates import Finding, Probe
 from linkcpp.cluster.records import DiscoveredNode, NodeId, NodeRecord, NodeStatus
-from linkcpp.cluster.text import printable
+from linkcpp.common.text import printable
 from linkcpp.engine.records import EngineFingerprint, RpcVersion
 
 _STATUS = {

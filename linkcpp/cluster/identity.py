@@ -5,10 +5,10 @@ import uuid
 
 from linkcpp.cluster.once import write_once
 from linkcpp.cluster.records import NodeId
-from linkcpp.cluster.text import printable
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import state_folder
 from linkcpp.common.records import Record
+from linkcpp.common.text import printable
 
 _FILE_NAME = "node-id"
 

@@ -16,9 +16,9 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from linkcpp.cluster.addresses import link_local_zones, own_addresses, reachable_hosts
 from linkcpp.cluster.records import NodeId
-from linkcpp.cluster.text import LONGEST_NAME, printable
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
+from linkcpp.common.text import LONGEST_NAME, printable
 
 SERVICE_TYPE = "_linkcpp._tcp.local."
 

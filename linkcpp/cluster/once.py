@@ -1,5 +1,6 @@
 """Files that are written once and then only read, though several processes may start at once."""
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -16,8 +17,9 @@ def write_once(path: Path, content: str, *, mode: int) -> bool:
     Raises:
         LinkcppError: the disk is full, or the folder cannot be written.
     """
-    if path.exists():
-        return False
+    with contextlib.suppress(OSError):  # what makes it unusable is told by the attempt to write
+        if path.exists():
+            return False
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     write_atomically(draft, content, mode=mode)
     try:

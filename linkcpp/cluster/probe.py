@@ -21,9 +21,10 @@ from linkcpp.cluster.addresses import host_of
 from linkcpp.cluster.candidates import Candidate, Finding, Probe
 from linkcpp.cluster.config import node_url
 from linkcpp.cluster.records import Health, Link, NodeRecord
-from linkcpp.cluster.text import printable, printable_json
+from linkcpp.cluster.text import printable_json
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
 from linkcpp.common.records import WireRecord
+from linkcpp.common.text import printable
 
 # A node that computes with all its cores answers late.
 PROBE_SECONDS = 3.0

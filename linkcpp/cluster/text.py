@@ -1,18 +1,10 @@
-"""Text of other machines, made fit for a terminal."""
+"""JSON of other machines, made fit for a terminal."""
 
 from pydantic import JsonValue
 
-LONGEST_NAME = 64
+from linkcpp.common.text import printable
+
 _LONGEST_TEXT = 512
-
-
-def printable(text: str, limit: int = LONGEST_NAME) -> str:
-    """Replace what is not printable (escape sequences, line ends, bidi marks) and cut to ``limit``.
-
-    Names come from peers that may be hostile: an escape sequence in one would reach the terminal.
-    """
-    cut = text if len(text) <= limit else text[: limit - 1] + "…"
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in cut)
 
 
 def printable_json(value: JsonValue) -> JsonValue:

@@ -7,13 +7,39 @@ on one machine then never meet.
 import os
 from pathlib import Path
 
+from linkcpp.common.errors import LinkcppError
+
 
 def _folder(variable: str, fallback: str, name: str) -> Path:
     if home := os.environ.get("LINKCPP_HOME"):
         return Path(home) / name
     if base := os.environ.get(variable):
         return Path(base) / "linkcpp"
-    return Path.home() / fallback / "linkcpp"
+    return home_folder() / fallback / "linkcpp"
+
+
+def home_folder() -> Path:
+    """The user's own folder.
+
+    Raises:
+        LinkcppError: neither ``HOME`` nor the system's list of users names one.
+    """
+    return expand_home(Path("~"))
+
+
+def expand_home(path: Path) -> Path:
+    """Replace ``~`` or ``~user`` at the start of a path.
+
+    Raises:
+        LinkcppError: there is no such user, or this one has no home folder.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise LinkcppError(
+            f"There is no home folder for {path.parts[0]}.",
+            hint="Write the whole path, and set HOME or LINKCPP_HOME where the user has none.",
+        ) from error
 
 
 def config_folder() -> Path:

@@ -1,5 +1,6 @@
 """Byte sizes as people write and read them."""
 
+import math
 import re
 
 from linkcpp.common.errors import LinkcppError
@@ -36,7 +37,7 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     factor = _SUFFIXES.get(match[2].lower()) if match else None
-    if match is None or factor is None:
+    if match is None or factor is None or math.isinf(float(match[1]) * factor):
         raise LinkcppError(
             f"{text!r} is not a size in bytes.", hint="Write it like 6GB, 512MiB or 1500000."
         )

@@ -5,13 +5,14 @@ Nothing is started here: what a program is and whether it runs is for ``fingerpr
 
 import importlib.metadata
 import os
+import stat
 import sys
-import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.paths import config_folder, data_folder
+from linkcpp.common.paths import data_folder, expand_home, home_folder
+from linkcpp.common.settings import config_path, read_settings
 from linkcpp.engine.records import EngineLocation
 
 ENGINE_VARIABLE = "LINKCPP_ENGINE"
@@ -73,12 +74,12 @@ def find_explicit_engine(explicit: Path | None = None) -> EngineLocation | None:
     path, setting = _explicit_setting(explicit)
     if path is None:
         return None
-    folder = path if path.is_dir() else path.parent
-    programs = engines_below(folder, setting) if path.is_dir() else _engines_in(folder, setting)
+    is_folder = _is_kind(path, stat.S_ISDIR)
+    programs = engines_below(path, setting) if is_folder else _engines_in(path.parent, setting)
     for location in programs:
-        if path.is_dir() or path in (location.llama_server, location.rpc_server):
+        if is_folder or path in (location.llama_server, location.rpc_server):
             return location
-    if path.is_file():
+    if _is_kind(path, stat.S_ISREG):
         # A program under any other name: the user says that it is a llama-server.
         return _location(path, _rpc_server_beside(path, ""), setting)
     raise LinkcppError(
@@ -121,20 +122,14 @@ def _all_engines(explicit: Path | None) -> Iterator[EngineLocation]:
 
 def _explicit_setting(explicit: Path | None) -> tuple[Path | None, str]:
     if explicit is not None:
-        return explicit.expanduser().absolute(), "named explicitly"
+        return expand_home(explicit).absolute(), "named explicitly"
     if value := os.environ.get(ENGINE_VARIABLE):
-        return Path(value).expanduser().absolute(), f"environment variable {ENGINE_VARIABLE}"
-    # The file belongs to the cluster room, which checks all of it; here one key matters.
-    config = config_folder() / "config.toml"
-    try:
-        setting = tomllib.loads(config.read_text()).get("engine")
-    except FileNotFoundError:
-        return None, ""
-    except (OSError, ValueError) as error:
-        raise LinkcppError(f"Cannot read {config}: {error}.", hint="Mend or delete it.") from error
+        return expand_home(Path(value)).absolute(), f"environment variable {ENGINE_VARIABLE}"
+    # The cluster room checks all of the file; here one key matters.
+    setting = read_settings().get("engine")
     if setting is None:
         return None, ""
-    return Path(str(setting)).expanduser().absolute(), f"`engine` in {config}"
+    return expand_home(Path(str(setting))).absolute(), f"`engine` in {config_path()}"
 
 
 def _usual_places() -> Iterator[tuple[Path, str]]:
@@ -145,7 +140,10 @@ def _usual_places() -> Iterator[tuple[Path, str]]:
     # Other tools use this variable too.
     if "com.termux" in (prefix := os.environ.get("PREFIX", "")):
         yield Path(prefix, "bin"), "Termux"
-    home = Path.home()
+    try:
+        home = home_folder()
+    except LinkcppError:
+        return
     yield home / "llama.cpp", "source tree"
     yield home / ".local", "~/.local"
     for folder in (home, home / "Downloads"):
@@ -211,7 +209,7 @@ def _rpc_server_beside(server: Path, suffix: str) -> Path | None:
     for folder in dict.fromkeys((server.parent, real, real.parent / "libexec")):
         for name in _RPC_NAMES:
             path = folder / f"{name}{suffix}"
-            if path.is_file():
+            if _is_kind(path, stat.S_ISREG):
                 return path
     return None
 
@@ -222,8 +220,17 @@ def _programs_in(folder: Path) -> Iterator[Path]:
     except OSError:
         return
     for path in entries:
-        if _is_program_name(path.name) and path.is_file() and not _is_python_shim(path):
+        is_program = _is_program_name(path.name) and _is_kind(path, stat.S_ISREG)
+        if is_program and not _is_python_shim(path):
             yield path
+
+
+def _is_kind(path: Path, is_mode: Callable[[int], bool]) -> bool:
+    """Tell what is at a path; nothing where this user may not look, or no such name can be."""
+    try:
+        return is_mode(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def _is_python_shim(path: Path) -> bool:

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import cache_folder
 from linkcpp.common.records import Record
+from linkcpp.common.text import printable
 from linkcpp.engine.binaries import find_engines, find_explicit_engine
 from linkcpp.engine.fingerprint import read_devices, read_fingerprint, require_llama_server
 from linkcpp.engine.probe import EngineProblemFound
@@ -30,6 +32,11 @@ from linkcpp.engine.records import (
 )
 from linkcpp.engine.trial import run_trial
 from linkcpp.engine.wire import WireError, dialect_of
+
+# Longer than a check takes at worst (``TrialLimits``, ``fingerprint``).
+_LONGEST_WAIT_SECONDS = 180.0
+_POLL_SECONDS = 0.05
+_LONGEST_PATH = 4096
 
 
 class _StoredCheck(Record):
@@ -94,7 +101,7 @@ def describe(location: EngineLocation) -> str:
     if location.package:
         return f"{location.package} {location.package_version}"
     program = location.llama_server or location.rpc_server
-    return str(program.parent) if program else location.found_by
+    return printable(str(program.parent), _LONGEST_PATH) if program else location.found_by
 
 
 def _check(location: EngineLocation) -> Engine:
@@ -192,6 +199,12 @@ def _sole_check(stored: Path) -> Iterator[None]:
             hint="Make it writable, or set LINKCPP_HOME to another folder.",
         ) from error
     with lock:
-        # Bounded: whoever holds it works with deadlines, and the lock goes when it dies.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        # The lock only saves doing the same twice, and whoever holds it may be suspended (Ctrl-Z).
+        ends = time.monotonic() + _LONGEST_WAIT_SECONDS
+        while time.monotonic() < ends:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL_SECONDS)
         yield

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linkcpp.engine.binaries import loader_environment
-from linkcpp.engine.problems import missing_program, problem_of_start, timed_out
+from linkcpp.engine.problems import crashed, missing_program, problem_of_start, timed_out
+from linkcpp.engine.process_spec import clean_line
 from linkcpp.engine.records import EngineLocation, EngineProblem
 
 OUTPUT_LIMIT_BYTES = 2**20
@@ -39,7 +40,8 @@ def run_program(
     """Run ``program`` to its end; output beyond ``OUTPUT_LIMIT_BYTES`` ends it.
 
     Raises:
-        EngineProblemFound: it could not be started, or did not end before the deadline.
+        EngineProblemFound: it could not be started, did not end before the deadline, or prints too
+            much.
     """
     environment = loader_environment(location)
     try:
@@ -74,7 +76,7 @@ def _run(
     try:
         output = _read_until(process, ends)
         if len(output) > OUTPUT_LIMIT_BYTES:
-            process.kill()
+            raise EngineProblemFound(crashed(f"{Path(command[0]).name} prints without end."))
         remaining = max(0.0, ends - time.monotonic())
         returncode = process.wait(timeout=remaining)
     finally:
@@ -84,7 +86,9 @@ def _run(
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
-    return ProbeResult(returncode, output[:OUTPUT_LIMIT_BYTES].decode(errors="replace"))
+    # What a program prints goes to a terminal in the end, in tables and error messages.
+    lines = (clean_line(line) for line in output.decode(errors="replace").splitlines())
+    return ProbeResult(returncode, "\n".join(lines))
 
 
 def _read_until(process: "subprocess.Popen[bytes]", ends: float) -> bytes:

@@ -86,7 +86,7 @@ def restart_delay_seconds(policy: RestartPolicy, failures: int) -> float | None:
     return min(delay, policy.largest_delay_seconds)
 
 
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _TELLING = re.compile(
     r"error|fail|cannot|can't|couldn't|unable|abort|assert|invalid|unknown|refused|denied|"
     r"not found|no such|out of memory|terminat",

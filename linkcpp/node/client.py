@@ -1,151 +1,58 @@
 """The client of a node agent's HTTP API, for coordinators and tools."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from types import TracebackType
-from typing import Self, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from collections.abc import Callable
+from pathlib import Path
 
-import httpx
-from pydantic import ValidationError
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import InvalidStatus, WebSocketException
+from websockets.asyncio.client import ClientConnection
 
-from linkcpp.cluster.config import node_url
 from linkcpp.cluster.probe import measure_link
-from linkcpp.cluster.records import Health, Link, NodeRecord
-from linkcpp.cluster.text import printable
-from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
+from linkcpp.cluster.records import Link, NodeRecord
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.records import Record
-from linkcpp.node.link import tune_transport
+from linkcpp.common.text import printable
+from linkcpp.model.slices.manifest import Manifest, read_manifest
+from linkcpp.node.connection import (
+    NodeConnection,
+    NodeError,
+    NodeRefusedError,
+    NodeUnreachableError,
+    WrongTokenError,
+)
 from linkcpp.node.records import (
-    BRIDGE_MAX_MESSAGE_BYTES,
     EchoAnswer,
-    ErrorBody,
+    NewWorker,
     ServerId,
     ServerList,
     ServerRecord,
     ServerRequest,
+    ServerState,
+    SliceId,
+    SliceList,
+    SliceRecord,
+    SliceRequest,
+    SliceState,
+    WorkerId,
+    WorkerList,
+    WorkerRecord,
+    WorkerRequest,
 )
+from linkcpp.node.slice_files import manifest_segments, slice_id
 
-PING_INTERVAL_SECONDS = 5.0
-PING_TIMEOUT_SECONDS = 30.0
+__all__ = [
+    "NodeClient",
+    "NodeError",
+    "NodeRefusedError",
+    "NodeUnreachableError",
+    "WrongTokenError",
+]
 
-_LONGEST_ANSWER_BYTES = 16 * 2**20
-_WRITE_LIMIT_BYTES = 512 * 1024
-_HINT_REACH = "See that `linkcpp node` runs there and that no firewall blocks its port."
-_HINT_TOKEN = (
-    "Give both machines one token: `linkcpp token --show | ssh OTHER linkcpp token set`, "  # noqa: S105
-    "then restart `linkcpp node` there."
-)
-
-_R = TypeVar("_R", bound=Record)
-
-
-class NodeError(LinkcppError):
-    """A call to a node agent failed; ``code`` is that of ``ErrorBody`` where the agent answered."""
-
-    def __init__(self, message: str, *, hint: str | None = None, code: str) -> None:
-        super().__init__(message, hint=hint)
-        self.code = code
+_POLL_SECONDS = 0.2
+_PART_BYTES = 16 * 2**20
+_BYTES = "application/octet-stream"
 
 
-class NodeUnreachableError(NodeError):
-    """The agent did not answer, or what answered is no node agent."""
-
-
-class WrongTokenError(NodeError):
-    """The node and this machine do not have the same token."""
-
-
-class NodeRefusedError(NodeError):
-    """The agent answered with a reason why not (too little memory, no such server, …)."""
-
-
-class NodeClient:
-    """One node's API, for use as an asynchronous context manager.
-
-    The token goes out only after the host has proved that it knows it too (``health``), which the
-    first call sees to; all later connections go to the very address that gave the proof.
-    """
-
-    def __init__(self, url: str, token: str, *, timeout_seconds: float = 10.0) -> None:
-        self.url = url.rstrip("/")
-        self._token = token
-        self._timeout_seconds = timeout_seconds
-        self._base = self.url
-        self._is_trusted = False
-        self._trusting = asyncio.Lock()
-        # Neither proxies nor credentials from the environment: the token is for this host alone.
-        self._http = httpx.AsyncClient(
-            timeout=timeout_seconds,
-            trust_env=False,
-            follow_redirects=False,
-            headers={"Accept-Encoding": "identity"},
-        )
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._http.aclose()
-
-    async def health(self) -> Health:
-        """Ask who is there, and have it prove that it knows the token.
-
-        Raises:
-            NodeUnreachableError: nothing answers, or it is no node agent.
-            WrongTokenError: it knows another token, or passes on somebody else's proof.
-        """
-        challenge = make_challenge()
-        request = self._http.build_request(
-            "GET", f"{self.url}/v1/health", params={"challenge": challenge}
-        )
-        async with self._exchange(request) as response:
-            # Before the body: a host that closes after its answer has no address any more.
-            peer = response.extensions["network_stream"].get_extra_info("server_addr")
-            body = await _read_bounded(response)
-        if peer is None:
-            raise self._unreachable(ConnectionError("it closed the connection at once"))
-        if response.status_code != httpx.codes.OK:
-            raise self._refusal(response.status_code, body)
-        health = self._parse(Health, body)
-        self._verify(health, challenge, canonical_address(peer[0], peer[1]))
-        if urlsplit(self.url).scheme == "http":
-            self._base = node_url(peer[0], peer[1]) + urlsplit(self.url).path
-        self._is_trusted = True
-        return health
-
-    def _verify(self, health: Health, challenge: str, peer_address: str) -> None:
-        address, proof = health.address or "", health.proof or ""
-        if not verify_health_proof(
-            self._token, proof, challenge=challenge, node_id=health.node_id, address=address
-        ):
-            raise WrongTokenError(
-                f"The node {printable(health.name)} at {self.url} has another cluster token.",
-                hint=_HINT_TOKEN,
-                code="wrong_token",
-            )
-        # Over TLS the certificate tells who is there; a proxy in front has an address of its own.
-        if urlsplit(self.url).scheme == "http" and address != peer_address:
-            raise WrongTokenError(
-                f"{self.url} answers with the proof of a node at {printable(address)}, as somebody "
-                "in between would.",
-                hint="Name the node by the address that it has itself; behind an address "
-                "translation, use https or a tunnel (ssh -L).",
-                code="address_differs",
-            )
+class NodeClient(NodeConnection):
+    """One node's API, for use as an asynchronous context manager; ``NodeConnection`` has more."""
 
     async def node(self) -> NodeRecord:
         """Ask what the node has and offers."""
@@ -194,7 +101,9 @@ class NodeClient:
 
     async def echo(self, content: bytes) -> int:
         """Send bytes that the node counts and drops; return how many it took."""
-        answer = await self._call("POST", "/v1/echo", content, timeout_seconds=60.0)
+        answer = await self._call(
+            "POST", "/v1/echo", content, content_type=_BYTES, timeout_seconds=60.0
+        )
         return self._parse(EchoAnswer, answer).received_bytes
 
     async def open_bridge(self, server_id: ServerId) -> ClientConnection:
@@ -203,119 +112,162 @@ class NodeClient:
         Raises:
             NodeRefusedError: ``already_bridged``, ``unknown_server``, ``server_failed``.
         """
-        await self._ensure_trusted()
-        parts = urlsplit(self._base)
-        scheme = "wss" if parts.scheme == "https" else "ws"
-        path = f"{parts.path}/v1/servers/{server_id}/bridge"
-        try:
-            connection = await connect(
-                urlunsplit((scheme, parts.netloc, path, "", "")),
-                additional_headers={"Authorization": f"Bearer {self._token}"},
-                compression=None,
-                proxy=None,
-                open_timeout=self._timeout_seconds,
-                ping_interval=PING_INTERVAL_SECONDS,
-                ping_timeout=PING_TIMEOUT_SECONDS,
-                close_timeout=2.0,
-                max_size=BRIDGE_MAX_MESSAGE_BYTES,
-                write_limit=_WRITE_LIMIT_BYTES,
-            )
-        except InvalidStatus as error:
-            body = bytes(error.response.body or b"")
-            raise self._refusal(error.response.status_code, body) from None
-        except (OSError, WebSocketException, ValueError) as error:
-            raise self._unreachable(error) from error
-        tune_transport(connection.transport)
-        return connection
+        return await self._open_websocket(f"/v1/servers/{server_id}/bridge")
 
-    async def _ensure_trusted(self) -> None:
-        async with self._trusting:
-            if not self._is_trusted:
-                await self.health()
+    async def slices(self) -> SliceList:
+        """List the slices of the node, and ask how much room it has for more."""
+        return self._parse(SliceList, await self._call("GET", "/v1/slices"))
 
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        content: bytes | None = None,
-        *,
-        timeout_seconds: float | None = None,
-    ) -> bytes:
-        await self._ensure_trusted()
-        headers = {"Authorization": f"Bearer {self._token}"}
-        if content is not None:
-            is_json = path != "/v1/echo"
-            headers["Content-Type"] = "application/json" if is_json else "application/octet-stream"
-        request = self._http.build_request(
-            method,
-            self._base + path,
-            content=content,
-            headers=headers,
-            timeout=timeout_seconds or self._timeout_seconds,
+    async def slice(self, slice_id: SliceId) -> SliceRecord:
+        """Ask for one slice, and how far it is (``unknown_slice`` where there is none)."""
+        answer = await self._call("GET", f"/v1/slices/{slice_id}", timeout_seconds=60.0)
+        return self._parse(SliceRecord, answer)
+
+    async def fetch_slice(self, request: SliceRequest) -> SliceRecord:
+        """Have the node fetch a slice by itself; ``slice`` or ``wait_slice`` tells how far it is.
+
+        Raises:
+            NodeRefusedError: ``insufficient_storage``, ``slice_busy``.
+        """
+        body = request.model_dump_json().encode()
+        return self._parse(SliceRecord, await self._call("POST", "/v1/slices", body))
+
+    async def wait_slice(
+        self, slice_id: SliceId, on_progress: Callable[[SliceRecord], None] | None = None
+    ) -> SliceRecord:
+        """Wait until a slice that the node fetches is ready.
+
+        Raises:
+            NodeRefusedError: ``slice_failed``, with the reason; ``unknown_slice``.
+        """
+        while True:
+            record = await self.slice(slice_id)
+            if on_progress is not None:
+                on_progress(record)
+            if record.state is SliceState.READY:
+                return record
+            if record.state is SliceState.FAILED:
+                raise NodeRefusedError(
+                    f"{self.url}: The slice was not fetched: {printable(record.detail or '', 500)}",
+                    hint="Ask for it again: it goes on from where it was.",
+                    code="slice_failed",
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def send_slice(
+        self, path: Path, on_progress: Callable[[SliceRecord], None] | None = None
+    ) -> SliceRecord:
+        """Send a slice file, its manifest next to it, going on where an earlier attempt ended.
+
+        Raises:
+            NodeRefusedError: ``insufficient_storage``, ``wrong_hash``, ``not_that_slice``, ….
+            LinkcppError: the file or its manifest cannot be read.
+        """
+        manifest = await asyncio.to_thread(read_manifest, path)
+        name = slice_id(manifest.model.digest, manifest_segments(manifest))
+        answer = await self._call(
+            "PUT",
+            f"/v1/slices/{name}/manifest",
+            manifest.model_dump_json().encode(),
+            timeout_seconds=120.0,
         )
-        async with self._exchange(request) as response:
-            body = await _read_bounded(response)
-        if not response.is_success:
-            raise self._refusal(response.status_code, body)
-        return body
+        record = self._parse(SliceRecord, answer)
+        while record.state is SliceState.RECEIVING:
+            if on_progress is not None:
+                on_progress(record)
+            offset = record.received_bytes
+            part = await asyncio.to_thread(_read_part, path, offset)
+            answer = await self._call(
+                "PUT",
+                f"/v1/slices/{name}?offset={offset}",
+                part,
+                content_type=_BYTES,
+                timeout_seconds=300.0,
+            )
+            record = self._parse(SliceRecord, answer)
+        if on_progress is not None:
+            on_progress(record)
+        return record
 
-    @asynccontextmanager
-    async def _exchange(self, request: httpx.Request) -> AsyncIterator[httpx.Response]:
-        # httpx bounds each read; a peer that drips bytes is bounded here as a whole.
-        limit = 2 * max(value or 0.0 for value in request.extensions["timeout"].values())
-        try:
-            async with asyncio.timeout(limit):
-                response = await self._http.send(request, stream=True)
-                try:
-                    yield response
-                finally:
-                    await response.aclose()
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from error
+    async def slice_manifest(self, slice_id: SliceId) -> Manifest:
+        """Fetch the hashes of a slice that is whole, to compare them with one's own."""
+        answer = await self._call("GET", f"/v1/slices/{slice_id}/manifest", timeout_seconds=60.0)
+        return self._parse(Manifest, answer)
 
-    def _unreachable(self, error: Exception) -> NodeUnreachableError:
-        is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
-        reason = "no answer in time" if is_late else str(error) or type(error).__name__
-        return NodeUnreachableError(
-            f"The node at {self.url} cannot be reached: {printable(reason, 200)}.",
-            hint=_HINT_REACH,
-            code="unreachable",
+    async def delete_slice(self, slice_id: SliceId) -> None:
+        """Delete a slice; also fine when it is gone already (``slice_in_use`` by a worker)."""
+        await self._call("DELETE", f"/v1/slices/{slice_id}", timeout_seconds=30.0)
+
+    async def create_worker(self, request: WorkerRequest) -> NewWorker:
+        """Have the node run an expert worker; ``wait_worker`` returns when it is ready.
+
+        Raises:
+            NodeRefusedError: ``unknown_slice``, ``slice_not_ready``, ``several_models``,
+                ``too_little_memory``, ``insufficient_memory``, ``unknown_device``,
+                ``engine_problem``.
+        """
+        body = request.model_dump_json().encode()
+        answer = await self._call("POST", "/v1/workers", body, timeout_seconds=60.0)
+        return self._parse(NewWorker, answer)
+
+    async def workers(self) -> tuple[WorkerRecord, ...]:
+        """List all expert workers of the node."""
+        return self._parse(WorkerList, await self._call("GET", "/v1/workers")).workers
+
+    async def worker(self, worker_id: WorkerId) -> WorkerRecord:
+        """Ask for one worker (``unknown_worker`` where it is gone)."""
+        return self._parse(WorkerRecord, await self._call("GET", f"/v1/workers/{worker_id}"))
+
+    async def wait_worker(self, worker_id: WorkerId) -> WorkerRecord:
+        """Wait until a worker has loaded its slabs and serves.
+
+        Raises:
+            NodeRefusedError: ``worker_failed`` or ``worker_stopped``, with the reason.
+        """
+        while True:
+            record = await self.worker(worker_id)
+            if record.state is ServerState.READY:
+                return record
+            if record.state is not ServerState.STARTING:
+                raise NodeRefusedError(
+                    f"{self.url}: The expert worker {record.state}: "
+                    f"{printable(record.detail or 'no reason given', 500)}",
+                    code=f"worker_{record.state}",
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def renew_worker(self, worker_id: WorkerId) -> WorkerRecord:
+        """Start the worker's lease again."""
+        answer = await self._call("POST", f"/v1/workers/{worker_id}/renew")
+        return self._parse(WorkerRecord, answer)
+
+    async def delete_worker(self, worker_id: WorkerId) -> None:
+        """Stop the worker; also fine when it is gone already."""
+        await self._call("DELETE", f"/v1/workers/{worker_id}", timeout_seconds=30.0)
+
+    async def worker_logs(self, worker_id: WorkerId, *, tail: int = 200) -> str:
+        """Fetch the last lines that the worker and its rpc-server printed."""
+        answer = await self._call("GET", f"/v1/workers/{worker_id}/logs?tail={int(tail)}")
+        return answer.decode(errors="replace")
+
+    async def open_worker_bridge(self, worker_id: WorkerId) -> ClientConnection:
+        """Open a WebSocket to the worker; ``linkcpp.node.worker_tunnel`` speaks its protocol.
+
+        Raises:
+            NodeRefusedError: ``already_bridged``, ``unknown_worker``, ``worker_failed``, ….
+        """
+        return await self._open_websocket(f"/v1/workers/{worker_id}/bridge")
+
+
+def _read_part(path: Path, offset: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            part = file.read(_PART_BYTES)
+    except OSError as error:
+        raise LinkcppError(f"Cannot read {path}: {error.strerror}.") from error
+    if not part:
+        raise LinkcppError(
+            f"{path} is shorter than its manifest tells.", hint="Slice the model again."
         )
-
-    def _refusal(self, status: int, body: bytes) -> NodeError:
-        try:
-            told = ErrorBody.model_validate_json(body)
-        except ValidationError:
-            return NodeUnreachableError(
-                f"What answers at {self.url} is no linkcpp node (HTTP status {status}).",
-                hint=_HINT_REACH,
-                code="not_a_node",
-            )
-        message = printable(told.message, 500)
-        hint = printable(told.hint, 500) if told.hint else None
-        if status == httpx.codes.UNAUTHORIZED:
-            return WrongTokenError(
-                f"The node at {self.url} does not take this machine's token.",
-                hint=_HINT_TOKEN,
-                code=told.code,
-            )
-        return NodeRefusedError(f"{self.url}: {message}", hint=hint, code=told.code)
-
-    def _parse(self, record: type[_R], body: bytes) -> _R:
-        try:
-            return record.model_validate_json(body)
-        except ValidationError as error:
-            raise NodeUnreachableError(
-                f"What answers at {self.url} is no linkcpp node of a version that fits this one.",
-                hint="Install the same version of linkcpp on both machines.",
-                code="not_a_node",
-            ) from error
-
-
-async def _read_bounded(response: httpx.Response) -> bytes:
-    body = bytearray()
-    async for piece in response.aiter_raw():
-        body += piece
-        if len(body) > _LONGEST_ANSWER_BYTES:
-            raise httpx.RemoteProtocolError("the answer is too long")
-    return bytes(body)
+    return part

@@ -11,7 +11,7 @@ from pathlib import Path
 from linkcpp import __version__
 from linkcpp.cluster.addresses import interface_addresses
 from linkcpp.cluster.candidates import Candidate, Finding
-from linkcpp.cluster.config import DEFAULT_AGENT_PORT, Config, config_path, load_config, node_url
+from linkcpp.cluster.config import DEFAULT_AGENT_PORT, Config, load_config, node_url
 from linkcpp.cluster.mdns import open_zeroconf
 from linkcpp.cluster.measure import this_machine
 from linkcpp.cluster.probe import probe_node
@@ -19,6 +19,7 @@ from linkcpp.cluster.token import load_token, make_challenge, token_path
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import cache_folder, config_folder, data_folder, state_folder
 from linkcpp.common.records import Record
+from linkcpp.common.settings import config_path
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.binaries import find_engines, find_explicit_engine
 from linkcpp.engine.check import check_engine, describe
@@ -113,8 +114,8 @@ def look_at_folders() -> list[Observation]:
 
 
 def _look_at_folder(subject: str, folder: Path) -> Observation:
-    existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     try:
+        existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
         _try_to_write(existing)
         free_bytes = shutil.disk_usage(existing).free
     except OSError as error:
@@ -217,10 +218,18 @@ def _look_at_token() -> Observation:
         load_token()
     except LinkcppError as error:
         # Without a token this machine still serves itself; a token that others read is a hole.
-        verdict = Verdict.FAIL if token_path().exists() else Verdict.WARN
+        verdict = Verdict.FAIL if _is_there(token_path()) else Verdict.WARN
         return _from_error("cluster token", verdict, error)
     detail = f"{token_path()}, for this user only"
     return Observation(subject="cluster token", verdict=Verdict.OK, detail=detail)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        # Behind a folder that this user may not enter, for instance.
+        return True
 
 
 async def _look_at_mdns(*, is_wanted: bool) -> Observation:

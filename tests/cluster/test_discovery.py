@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from linkcpp.cli.discover import app
 from linkcpp.cluster.candidates import Candidate
-from linkcpp.cluster.config import config_path
 from linkcpp.cluster.discovery import (
     Discovery,
     Source,
@@ -25,6 +24,7 @@ from linkcpp.cluster.mdns import Advertisement, Advertiser
 from linkcpp.cluster.records import DiscoveredNode, NodeId, NodeStatus
 from linkcpp.cluster.token import store_token
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.settings import config_path
 from tests.cluster.peers import (
     COORDINATOR,
     OTHER_TOKEN,

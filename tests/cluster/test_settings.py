@@ -4,10 +4,11 @@ import uuid
 
 import pytest
 
-from linkcpp.cluster.config import Config, config_path, load_config, parse_node_url
+from linkcpp.cluster.config import Config, load_config, parse_node_url
 from linkcpp.cluster.identity import load_identity
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import state_folder
+from linkcpp.common.settings import config_path
 
 
 def write_config(text: str) -> None:
@@ -50,6 +51,10 @@ def test_settings_are_read_with_units_and_short_addresses() -> None:
         ('nodes = ["ftp://x"]', "'ftp://x' is not the address of a node"),
         ("nodes = 3", "nodes: Input should be a valid tuple"),
         ("name = ", "cannot be read"),
+        ("memory_limit = 9223372036854775808", "memory_limit: Input should be less than"),
+        (f"memory_limit = {'9' * 5000}", "cannot be read"),
+        (f"memory_limit = '{'9' * 400}GB'", "is not a size"),
+        (f"engine = {'[' * 5000}{']' * 5000}", "nested too deep"),
     ],
 )
 def test_a_mistake_in_the_settings_is_told_by_name(text: str, told: str) -> None:
@@ -76,8 +81,14 @@ def test_people_may_write_an_address_as_they_are_used_to(text: str, url: str) ->
 
 @pytest.mark.parametrize(
     "text",
-    ["", "http://", "http://a b", "http://h:99999", "http://user:pw@h", "http://h/?q", "[::"],
+    ["", "http://", "http://a b", "http://h:99999", "http://h/?q", "[::", "h:0"],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(LinkcppError, match="not the address of a node"):
         parse_node_url(text)
+
+
+def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
+    with pytest.raises(LinkcppError, match="no user name or password") as refused:
+        parse_node_url("http://user:secret@h")
+    assert "secret" not in str(refused.value)

@@ -42,3 +42,8 @@ def test_what_is_not_a_size_is_refused_with_an_example(text: str) -> None:
 @given(st.integers(min_value=0, max_value=10**15))
 def test_a_written_size_reads_back_within_its_three_digits(size: int) -> None:
     assert abs(parse_bytes(format_bytes(size)) - size) <= max(0.5, 0.0051 * size)
+
+
+def test_a_size_beyond_every_number_is_refused() -> None:
+    with pytest.raises(LinkcppError, match="not a size"):
+        parse_bytes("9" * 400 + "GB")

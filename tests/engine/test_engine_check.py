@@ -1,5 +1,6 @@
 """Engines that work are found to work by running them; engines that do not are named as such."""
 
+import fcntl
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -309,9 +310,28 @@ def test_a_program_that_never_stops_talking_is_cut_off(
     stock_engine: EngineLocation, tmp_path: Path
 ) -> None:
     program = write_shell_program(tmp_path / "llama-server", "exec yes")
+    with pytest.raises(EngineProblemFound, match="llama-server prints without end"):
+        run_program(stock_engine, program, ("--help",), deadline_seconds=20.0)
+
+
+def test_escape_sequences_that_a_program_prints_are_taken_out(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    script = r"printf '\033[31mred\033[0m\007\302\233 end\n'"
+    program = write_shell_program(tmp_path / "llama-server", script)
     result = run_program(stock_engine, program, ("--help",), deadline_seconds=20.0)
-    assert result.returncode < 0
-    assert len(result.output) == 2**20
+    assert result.output == "red end"
+
+
+def test_a_suspended_check_holds_nobody_up(
+    stock_engine: EngineLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_engine(stock_engine)
+    (lock_path,) = (cache_folder() / "engines").glob("*.lock")
+    monkeypatch.setattr("linkcpp.engine.check._LONGEST_WAIT_SECONDS", 0.2)
+    with lock_path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert check_engine(stock_engine, refresh=True).problem is None
 
 
 def test_a_server_that_hangs_in_the_trial_times_out_and_is_ended(

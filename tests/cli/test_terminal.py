@@ -1,0 +1,205 @@
+"""What the program does at odd terminals, with odd names and on odd machines, run for real."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from linkcpp.__main__ import main
+from linkcpp.cluster.token import create_token
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.paths import state_folder
+from linkcpp.node.selfcheck import Verdict, examine
+from tests.model import gguf_bytes as raw
+from tests.support.models import llama
+
+_PROGRAM = (sys.executable, "-m", "linkcpp")
+
+
+def run(
+    *arguments: str | bytes, environment: dict[str, str] | None = None, stdout: str | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run the program to its end; ``stdout`` names a file instead of a pipe."""
+    sink = os.open(stdout, os.O_WRONLY) if stdout else subprocess.PIPE
+    try:
+        return subprocess.run(
+            [*_PROGRAM, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            env={**os.environ, **(environment or {})},
+            timeout=60,
+            check=False,
+        )
+    finally:
+        if stdout:
+            os.close(sink)
+
+
+def test_a_name_that_looks_like_markup_is_shown_as_it_is(tmp_path: Path) -> None:
+    ended = run("inspect", str(tmp_path / "[/red] \\[bold].gguf"))
+    assert ended.returncode == 2
+    assert "[/red] \\[bold].gguf" in ended.stderr
+
+
+def test_escape_sequences_of_a_header_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(raw.small_model(extra_pairs=[raw.text("split.count", "\x1b[2J\x9b2J")]))
+    ended = run("inspect", str(path))
+    assert ended.returncode == 2
+    assert "2J parts" in ended.stderr
+    assert "\x1b" not in ended.stderr
+    assert "\x9b" not in ended.stderr
+
+
+@pytest.mark.parametrize("name", [b"esc\x1b[31m\n.gguf", b"bad\xff.gguf"])
+def test_a_file_of_any_name_can_be_inspected(tmp_path: Path, name: bytes) -> None:
+    path = bytes(tmp_path) + b"/" + name
+    os.link(llama(), path)
+    for_people = run("inspect", path)
+    assert for_people.returncode == 0, for_people.stderr
+    assert "\x1b" not in for_people.stdout
+    for_programs = run("inspect", "--json", path)
+    source = json.loads(for_programs.stdout)["source"]
+    assert source.encode("utf-8", "surrogateescape") == path
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_terminal_without_unicode_gets_an_answer_too(options: list[str]) -> None:
+    ended = run("inspect", *options, "70B", environment={"PYTHONIOENCODING": "ascii"})
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.isascii()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_output_that_finds_no_room_is_an_error_in_one_sentence(options: list[str]) -> None:
+    ended = run("inspect", *options, "70B", stdout="/dev/full")
+    assert ended.returncode == 2
+    assert "No space left on device" in ended.stderr
+    assert "defect" not in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--json", "--tensors"]])
+def test_a_reader_that_goes_away_is_no_error(options: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(
+            [*_PROGRAM, "inspect", *options, "122B"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_tilde_of_nobody_is_named(tmp_path: Path) -> None:
+    for arguments in (("inspect", "~nosuchuser/x.gguf"), ("engine", "check", "~nosuchuser/x")):
+        ended = run(*arguments)
+        assert ended.returncode == 2
+        assert "no home folder for ~nosuchuser" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("token", "create"), ("engine", "check"), ("discover", "--no-mdns")]
+)
+def test_a_name_that_cannot_be_is_an_error_in_one_sentence(arguments: tuple[str, ...]) -> None:
+    long = "/" + 300 * "a"
+    ended = run(*arguments, environment={"LINKCPP_HOME": long, "LINKCPP_ENGINE": long})
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert "defect" not in ended.stderr
+
+
+def test_a_token_is_not_read_from_a_closed_input() -> None:
+    ended = subprocess.run(
+        ["/bin/sh", "-c", f"'{sys.executable}' -m linkcpp token set <&-"],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert b"not a cluster token" in ended.stderr
+
+
+def test_ctrl_c_at_a_prompt_ends_with_130() -> None:
+    master, slave = pty.openpty()
+    # The first terminal that a session's leader opens becomes its own, and sends it Ctrl-C.
+    terminal = os.ttyname(slave)
+    command = f"exec '{sys.executable}' -m linkcpp token set <{terminal} >{terminal} 2>&1"
+    process = subprocess.Popen(["/bin/sh", "-c", command], start_new_session=True)
+    try:
+        seen = b""
+        while b"Token" not in seen:
+            seen += os.read(master, 1024)
+        os.write(master, b"\x03")
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(slave)
+        os.close(master)
+
+
+class _Impatient:
+    """A user who presses Ctrl-C while a module is looked for."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "linkcpp.cli.main":
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_the_program_loads_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "linkcpp.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [_Impatient(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can leave its rights for a moment")
+def test_a_home_of_another_user_is_told_by_the_doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    (home / "llama-server").touch()
+    monkeypatch.setenv("LINKCPP_HOME", str(home / "linkcpp"))
+    monkeypatch.setenv("LINKCPP_ENGINE", str(home / "llama-server"))
+    os.seteuid(12345)
+    try:
+        found = {item.subject: item for item in examine().observations}
+        with pytest.raises(LinkcppError, match="Permission denied"):
+            create_token()
+    finally:
+        os.seteuid(0)
+    assert found["state folder"].verdict is Verdict.FAIL
+    assert "Permission denied" in found["state folder"].detail
+    assert found["cluster token"].verdict is Verdict.FAIL
+    assert "no llama.cpp program" in found["engine"].detail
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LINKCPP_HOME")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", _nobody)
+    with pytest.raises(LinkcppError, match="no home folder") as refused:
+        state_folder()
+    assert refused.value.hint is not None
+    assert "LINKCPP_HOME" in refused.value.hint
+
+
+def _nobody(path: Path) -> Path:
+    raise RuntimeError(f"no home for {path}")
