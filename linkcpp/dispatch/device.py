@@ -25,6 +25,7 @@ from linkcpp.dispatch.memory import (
     without_address,
 )
 from linkcpp.dispatch.program import (
+    Binder,
     BoundCall,
     Program,
     compile_program,
@@ -297,6 +298,7 @@ class Session:
         handle = self._own(payload)
         self._known.clear()
         self._programs.clear()
+        self._program = None
         self._records.clear()
         self._memory.free(handle)
         self._acknowledge(Command.FREE_BUFFER)
@@ -419,17 +421,25 @@ class Session:
         self._reply(answer)
 
     def _graph_compute(self, payload: memoryview) -> None:
-        device = self._device
         key = bytes(payload)
-        program = self._programs.get(key)
-        if program is None:
-            program = compile_program(key, self._memory, device.ops, device.backing.dialect)
-            device.counters.compiled_count += 1
-            self._programs[key] = program
-            if len(self._programs) > _MOST_PROGRAMS:
-                self._programs.popitem(last=False)
+        last = self._program
+        program = last.follower if last is not None else None
+        if program is None or program.payload != key:
+            program = self._programs.get(key) or self._compile(key)
+            if last is not None:
+                last.follower = program
         self._program = program
         self._run_program(program)
+
+    def _compile(self, payload: bytes) -> Program:
+        device = self._device
+        binder = Binder(self._memory, device.ops, device.backing.dialect, device.swarm.learn)
+        program = compile_program(payload, binder)
+        device.counters.compiled_count += 1
+        self._programs[payload] = program
+        if len(self._programs) > _MOST_PROGRAMS:
+            self._programs.popitem(last=False)
+        return program
 
     def _graph_recompute(self, payload: memoryview) -> None:
         self._check_device(messages.DEVICE_INDEX.parse(payload).device)
@@ -440,7 +450,7 @@ class Session:
     def _run_program(self, program: Program) -> None:
         known, self._known = self._known, {}
         self._device.counters.graph_count += 1
-        for step in program:
+        for step in program.steps:
             if isinstance(step, BoundCall):
                 self._run_experts(step, known)
                 known = {}
@@ -452,7 +462,7 @@ class Session:
         began = time.perf_counter()
         ids, inputs = read_inputs(call, device.backing, known)
         read = time.perf_counter()
-        job = Job(call.layer, device.swarm.chain_id(call.chain), call.chain, ids, inputs)
+        job = Job(call.layer, call.chain, ids, inputs)
         rows = device.swarm.compute(job)
         done = time.perf_counter()
         device.counters.read_seconds += read - began

@@ -7,7 +7,8 @@ import numpy as np
 from linkcpp.engine.ops import OpTable
 from linkcpp.engine.rpc_socket import RpcSocket
 from linkcpp.engine.wire import WireError
-from linkcpp.worker.compute import ExpertCompute, KeyedChain
+from linkcpp.worker.chain import KeyedChain
+from linkcpp.worker.compute import ExpertCompute
 from linkcpp.worker.frames import FrameError, Pairs, Rows
 from linkcpp.worker.slabs import SlabProvider
 from linkcpp.worker.store import CachedSlabs
@@ -50,4 +51,4 @@ class Fallback:
             return None
         count = len(pairs.expert_ids)
         self.pair_count += count
-        return np.frombuffer(data, np.float32).reshape(count, chain.chain.output_width)
+        return np.frombuffer(data, np.float32).reshape(count, chain.output_width)

@@ -1,8 +1,8 @@
 """A graph of llama-server as ready bytes for the backing server, and calls of experts between."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from linkcpp.engine.ops import OpTable
 from linkcpp.engine.rpc_socket import RpcSocket
 from linkcpp.engine.wire import Command, Dialect, WireError, encode_request, request_header
 from linkcpp.engine.wire_tensor import Graph, Tensors, build_graph, parse_graph
-from linkcpp.worker.chain import Chain
+from linkcpp.worker.chain import Chain, KeyedChain
 from linkcpp.worker.plan import I32
 from linkcpp.worker.slabs import expert_tensor_name
 
@@ -38,17 +38,17 @@ class Fetch:
     request: bytes
     span_bytes: int
     is_i32: bool
+    is_dense: bool
     shape: tuple[int, int, int]
     strides: tuple[int, int, int]
 
     def view(self, data: bytes | bytearray | memoryview) -> Array:
         """Return the elements as (third, second, first dimension)."""
-        kind = np.dtype("<i4") if self.is_i32 else np.dtype("<f4")
+        flat = np.frombuffer(data, np.int32 if self.is_i32 else np.float32)
         first, second, third = self.shape
+        if self.is_dense:
+            return flat.reshape(third, second, first)
         step1, step2, step3 = self.strides
-        flat = np.frombuffer(data, kind)
-        if step1 == 4 and step2 == 4 * first and step3 == 4 * first * second:
-            return flat[: first * second * third].reshape(third, second, first)
         strided = np.lib.stride_tricks.as_strided(
             flat, (third, second, first), (step3, step2, step1), writeable=False
         )
@@ -64,7 +64,7 @@ class BoundCall:
     """
 
     layer: int
-    chain: Chain
+    chain: KeyedChain
     slot_count: int
     token_count: int
     ids: Fetch
@@ -77,13 +77,29 @@ class BoundCall:
 Step = bytes | BoundCall
 
 
-Program = tuple[Step, ...]
-"""What one graph becomes: requests for the backing server, and experts between them."""
+@dataclass(slots=True)
+class Program:
+    """What one graph becomes: requests for the backing server, and experts between them.
+
+    ``follower`` is the program that came after it last time: most likely the next one again, so
+    comparing with its ``payload`` spares looking it up by a hash over all bytes.
+    """
+
+    payload: bytes
+    steps: tuple[Step, ...]
+    follower: "Program | None" = None
 
 
-def compile_program(
-    payload: bytes, memory: VirtualMemory, ops: OpTable, dialect: Dialect
-) -> Program:
+class Binder(NamedTuple):
+    """What a program is bound to; ``learn`` keeps a chain and gives it a key."""
+
+    memory: VirtualMemory
+    ops: OpTable
+    dialect: Dialect
+    learn: Callable[[Chain], KeyedChain]
+
+
+def compile_program(payload: bytes, binder: Binder) -> Program:
     """Split a GRAPH_COMPUTE payload by owners and bind it to the backing server's memory.
 
     Raises:
@@ -98,16 +114,16 @@ def compile_program(
     if graph.device:
         raise RequestError(f"There is no device {graph.device}.")
     steps: list[Step] = []
-    for part in split_graph(graph, ops, expert_owner):
+    for part in split_graph(graph, binder.ops, expert_owner):
         if isinstance(part, ExpertCall):
             # A part of a prompt of which no output is wanted has no rows in the last layer.
             if part.token_count:
-                steps.append(_bind_call(part, memory, dialect))
+                steps.append(_bind_call(part, binder))
             elif part.between:
-                steps.append(_bind_segment(part.between, memory))
+                steps.append(_bind_segment(part.between, binder.memory))
         else:
-            steps.append(_bind_segment(part, memory))
-    return tuple(steps)
+            steps.append(_bind_segment(part, binder.memory))
+    return Program(payload, tuple(steps))
 
 
 def _bind_segment(segment: Segment, memory: VirtualMemory) -> bytes:
@@ -116,15 +132,18 @@ def _bind_segment(segment: Segment, memory: VirtualMemory) -> bytes:
     return encode_request(Command.GRAPH_COMPUTE, build_graph(graph))
 
 
-def _bind_call(call: ExpertCall, memory: VirtualMemory, dialect: Dialect) -> BoundCall:
+def _bind_call(call: ExpertCall, binder: Binder) -> BoundCall:
+    memory = binder.memory
     output = memory.translate(_only(call.output))
     size_bytes = 4 * int(np.prod(call.output["ne"].astype(np.int64)))
     if call.output["nb"].tolist()[:3] != _dense_strides(call.output):
         raise RequestError("The experts' result is not dense.")
-    head = messages.build_set_tensor_head(dialect, messages.SetTensor(output.tobytes(), 0, False))
+    head = messages.build_set_tensor_head(
+        binder.dialect, messages.SetTensor(output.tobytes(), 0, False)
+    )
     return BoundCall(
         layer=call.layer,
-        chain=call.chain,
+        chain=binder.learn(call.chain),
         slot_count=call.slot_count,
         token_count=call.token_count,
         ids=_fetch(call.ids, memory),
@@ -164,6 +183,7 @@ def _fetch(tensor: Tensors, memory: VirtualMemory) -> Fetch:
         request=encode_request(Command.GET_TENSOR, request),
         span_bytes=span,
         is_i32=int(tensor["type"]) == I32,
+        is_dense=span == 4 * ne[0] * ne[1] * ne[2],
         shape=(ne[0], ne[1], ne[2]),
         strides=(nb[0], nb[1], nb[2]),
     )

@@ -23,8 +23,8 @@ from linkcpp.dispatch.routing import (
     next_holders,
     plan_routes,
 )
-from linkcpp.worker.chain import Chain
-from linkcpp.worker.compute import KeyedChain, split_by_expert
+from linkcpp.worker.chain import Chain, KeyedChain
+from linkcpp.worker.compute import split_by_expert
 from linkcpp.worker.frames import (
     Compute,
     FrameError,
@@ -86,8 +86,7 @@ class Job:
     """The experts of one layer: ``ids`` of (token, slot), ``inputs`` as in ``frames.Pairs``."""
 
     layer: int
-    chain_id: int
-    chain: Chain
+    chain: KeyedChain
     ids: Numbers
     inputs: tuple[Rows, ...]
 
@@ -96,7 +95,7 @@ class Job:
         slots = self.ids.shape[1]
         chosen = self.ids.reshape(-1)[positions]
         rest = tuple(values[positions] for values in self.inputs[1:])
-        if self.chain.inputs[0].per_pair:
+        if self.chain.is_per_pair:
             own = np.arange(len(positions), dtype=np.int32)
             return Pairs(self.layer, own, chosen, (self.inputs[0][positions], *rest))
         if len(self.ids) == 1:
@@ -120,7 +119,7 @@ class Swarm:
         self._options = options or SwarmOptions()
         self.fallback = fallback
         self.counters = SwarmCounters()
-        self._chains: dict[str, int] = {}
+        self._chains: dict[str, KeyedChain] = {}
         self._next_request = 1
         self._routes: Routes = plan_routes(self._expert_counts, [])
         self._calling = threading.Lock()
@@ -139,13 +138,19 @@ class Swarm:
         self._planner.join()
         self.holders.close()
 
-    def chain_id(self, chain: Chain) -> int:
-        """Return the number of a chain, teaching it to the workers when it is new."""
+    def learn(self, chain: Chain) -> KeyedChain:
+        """Give a chain its number on the links, teaching it to the workers when it is new."""
         digest = chain.digest()
         if digest not in self._chains:
-            self._chains[digest] = len(self._chains) + 1
-            self.holders.teach(self._chains[digest], chain)
+            number = len(self._chains) + 1
+            self._chains[digest] = KeyedChain.of(number, chain)
+            self.holders.teach(number, chain)
         return self._chains[digest]
+
+    def chain_number(self, chain: KeyedChain) -> int:
+        """Return the number that ``learn`` gave."""
+        assert isinstance(chain.key, int)  # noqa: S101 - made by ``learn``
+        return chain.key
 
     def missing_experts(self) -> int:
         """Count the (layer, expert) units that no worker that is up holds."""
@@ -210,6 +215,7 @@ class _Call:
     def __init__(self, swarm: Swarm, job: Job) -> None:
         self._swarm = swarm
         self._job = job
+        self._chain_number = swarm.chain_number(job.chain)
         self._flat = job.ids.reshape(-1)
         self._result = np.empty((len(self._flat), job.chain.output_width), np.float32)
         self._pending: dict[int, _Request] = {}
@@ -232,7 +238,7 @@ class _Call:
 
     def _ask(self, positions: Numbers, owners: Numbers) -> None:
         """Send pairs to their owners; those of a holder that is not there are asked elsewhere."""
-        for number in np.unique(owners).tolist():
+        for number in sorted(set(owners.tolist())):
             chosen = positions[owners == number]
             holder = self._swarm.holders.get(number) if number != NOBODY else None
             if holder is None:
@@ -265,7 +271,7 @@ class _Call:
             floor = self._swarm._options.deadline_floor_ms
             wait = holder.latency.deadline_ms(len(part), floor) / 1000
             self._pending[number] = _Request(holder, part, now, now + wait)
-            compute = Compute(self._job.chain_id, self._job.pairs(part))
+            compute = Compute(self._chain_number, self._job.pairs(part))
             try:
                 holder.send(pack_compute(number, compute))
             except OSError as error:
@@ -274,7 +280,7 @@ class _Call:
             holder.request_count += 1
 
     def _pair_bytes(self) -> int:
-        widths = sum(entry.width for entry in self._job.chain.inputs)
+        widths = sum(self._job.chain.input_widths)
         return 4 * max(widths + 2, self._job.chain.output_width + 8)
 
     def _drop(self, holder: Holder, why: str) -> None:
@@ -290,8 +296,7 @@ class _Call:
         if not self._orphans or fallback is None or fallback.failure is not None:
             return
         orphans = np.sort(np.concatenate(self._orphans))
-        keyed = KeyedChain(self._job.chain_id, self._job.chain)
-        rows = fallback.compute(keyed, self._job.pairs(orphans))
+        rows = fallback.compute(self._job.chain, self._job.pairs(orphans))
         if rows is not None:
             self._result[orphans] = rows
             self._orphans = []

@@ -46,6 +46,7 @@ class RpcSocket:
         except OSError as error:
             raise WireError(f"Cannot connect to {self._address}: {error}.") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        block_in_kernel(self._socket, timeout_seconds)
         try:
             self.version: RpcVersion = messages.parse_hello_answer(
                 self.exchange(Command.HELLO, messages.PLAIN_TCP, 4 + len(messages.PLAIN_TCP))
@@ -73,27 +74,28 @@ class RpcSocket:
         except OSError as error:
             raise self._broken(error) from error
 
-    def receive(self, size_bytes: int) -> bytearray:
+    def receive(self, size_bytes: int) -> memoryview:
         """Send what was queued and return the next answer, which must have ``size_bytes``."""
         self.flush()
-        (announced,) = _ANSWER_SIZE.unpack(self._receive_exactly(_ANSWER_SIZE.size))
+        answer = self._receive_exactly(_ANSWER_SIZE.size + size_bytes)
+        (announced,) = _ANSWER_SIZE.unpack_from(answer)
         if announced != size_bytes:
             raise WireError(
                 f"{self._address} answered with {announced} bytes instead of {size_bytes}."
             )
-        return self._receive_exactly(size_bytes)
+        return memoryview(answer)[_ANSWER_SIZE.size :]
 
-    def exchange(self, command: Command, payload: Buffer, answer_bytes: int) -> bytearray:
+    def exchange(self, command: Command, payload: Buffer, answer_bytes: int) -> memoryview:
         """Send one request and return its answer."""
         self.queue(encode_request(command, payload))
         return self.receive(answer_bytes)
 
-    def call(self, command: Command, payload: Buffer = b"") -> bytearray:
+    def call(self, command: Command, payload: Buffer = b"") -> memoryview:
         """Send a request whose answer, if it has one, is of a fixed size; return the answer."""
         answer_bytes = self.dialect.answer_bytes.get(command)
         if answer_bytes is None:
             self.queue(encode_request(command, payload))
-            return bytearray()
+            return memoryview(b"")
         return self.exchange(command, payload, answer_bytes)
 
     def alloc_buffer(self, size_bytes: int) -> tuple[int, int]:
@@ -144,9 +146,22 @@ class RpcSocket:
         return data
 
     def _broken(self, error: OSError) -> WireError:
-        if isinstance(error, TimeoutError):
+        if isinstance(error, BlockingIOError):
             return WireError(f"{self._address} did not answer in time.")
         return WireError(f"The connection to {self._address} broke: {error.strerror or error}.")
+
+
+def block_in_kernel(connection: socket.socket, timeout_seconds: float) -> None:
+    """Let reads and writes block for at most so long, each in one call of the system.
+
+    With a timeout of Python's own every call is two: it polls first. An expired timeout is a
+    ``BlockingIOError`` here.
+    """
+    connection.setblocking(True)
+    whole = int(timeout_seconds)
+    limit = struct.pack("@ll", whole, int((timeout_seconds - whole) * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def send_all(connection: socket.socket, parts: Sequence[Buffer]) -> None:

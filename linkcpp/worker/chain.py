@@ -7,9 +7,9 @@ Every value is f32, one row a pair.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from enum import StrEnum
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field
 
@@ -107,6 +107,25 @@ class Chain(Record):
     def digest(self) -> str:
         """Identify the chain by its content (SHA-256 in hex)."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+
+class KeyedChain(NamedTuple):
+    """A chain with what is asked of it all the time, and a key: equal keys, equal chains."""
+
+    key: Hashable
+    chain: Chain
+    input_widths: tuple[int, ...]
+    is_per_pair: bool
+    output_width: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, key: Hashable, chain: Chain) -> Self:
+        """Take the numbers out of a chain; ``is_per_pair`` is that of input 0."""
+        widths = tuple(entry.width for entry in chain.inputs)
+        return cls(
+            key, chain, widths, chain.inputs[0].per_pair, chain.output_width, chain.row_bytes
+        )
 
 
 class WeightShape(NamedTuple):

@@ -1,8 +1,6 @@
 """The expert function on a stock rpc-server: (rows, experts) in, rows out."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -10,7 +8,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.ops import OpTable
 from linkcpp.engine.rpc_socket import AllocationError, RpcSocket
 from linkcpp.engine.wire import Buffer
-from linkcpp.worker.chain import Chain, ChainError, check_chain
+from linkcpp.worker.chain import ChainError, KeyedChain, check_chain
 from linkcpp.worker.frames import ErrorCode, FrameError, Numbers, Pairs, Rows
 from linkcpp.worker.plan import (
     Layout,
@@ -27,13 +25,6 @@ DEFAULT_SCRATCH_BYTES = 64 * 2**20
 _FIRST_SCRATCH_BYTES = 2**20
 _MOST_PLANS = 1024
 _ZEROS = bytes(128)
-
-
-class KeyedChain(NamedTuple):
-    """A chain and a short name for it: equal keys, equal chains."""
-
-    key: Hashable
-    chain: Chain
 
 
 def split_by_expert(expert_ids: Numbers, most_pairs: int, most_experts: int) -> list[Numbers]:
@@ -89,11 +80,11 @@ class ExpertCompute:
             FrameError: an expert is not held, or the chain does not fit its weights.
             WireError: the rpc-server failed; this object is of no use afterwards.
         """
-        most = self._most_pairs(chain.chain)
+        most = self._most_pairs(chain)
         if len(pairs.expert_ids) <= min(most, self._store.most_experts):
             return self._step(chain, pairs)
         layer, row_index, expert_ids, inputs = pairs
-        result = np.empty((len(expert_ids), chain.chain.output_width), np.float32)
+        result = np.empty((len(expert_ids), chain.output_width), np.float32)
         for part in split_by_expert(expert_ids, most, self._store.most_experts):
             rows, index = np.unique(row_index[part], return_inverse=True)
             chosen = (inputs[0][rows], *(rest[part] for rest in inputs[1:]))
@@ -103,9 +94,8 @@ class ExpertCompute:
             result[part] = np.frombuffer(answer, np.float32).reshape(len(part), -1)
         return result.data.cast("B")
 
-    def _most_pairs(self, chain: Chain) -> int:
-        overhead = scratch_bytes_needed(chain, 0)
-        return max((self._most_scratch_bytes - overhead) // chain.row_bytes, 1)
+    def _most_pairs(self, chain: KeyedChain) -> int:
+        return max(self._most_scratch_bytes // chain.row_bytes, 1)
 
     def _step(self, chain: KeyedChain, pairs: Pairs) -> Buffer:
         layer, row_index, expert_ids, inputs = pairs
@@ -138,7 +128,7 @@ class ExpertCompute:
             self._rpc.queue(_ZEROS[:size_bytes])
 
     def _plan(self, keyed: KeyedChain, group: Group, shape: StepShape) -> StepPlan:
-        chain_key, chain = keyed
+        chain_key, chain = keyed.key, keyed.chain
         key = (chain_key, group.key, shape)
         plan = self._plans.get(key)
         if plan is not None:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import WireRecord
-from linkcpp.worker.chain import Chain
+from linkcpp.worker.chain import Chain, KeyedChain
 
 MAGIC = b"LCFR"
 VERSION = 1
@@ -48,6 +48,9 @@ class FrameType(IntEnum):
     PING = 7
     PONG = 8
     ERROR = 9
+
+
+_FRAME_TYPES = {int(kind): kind for kind in FrameType}
 
 
 class ErrorCode(IntEnum):
@@ -148,7 +151,8 @@ def parse_header(data: Buffer, limits: Limits) -> Header:
         raise FrameError(
             ErrorCode.BAD_VERSION, f"Compute frames have version {VERSION} here, not {version}."
         )
-    if kind not in FrameType.__members__.values():
+    frame_type = _FRAME_TYPES.get(kind)
+    if frame_type is None:
         raise FrameError(ErrorCode.BAD_FRAMING, f"There is no frame of type {kind}.")
     if flags:
         raise FrameError(ErrorCode.BAD_FRAMING, f"Version {VERSION} has no flags, not {flags:#x}.")
@@ -157,7 +161,7 @@ def parse_header(data: Buffer, limits: Limits) -> Header:
             ErrorCode.BAD_FRAMING,
             f"A frame of {payload_bytes} bytes is beyond the limit of {limits.frame_bytes}.",
         )
-    return Header(FrameType(kind), flags, request_id, payload_bytes)
+    return Header(frame_type, flags, request_id, payload_bytes)
 
 
 def pack_hello(token: str) -> bytes:
@@ -304,13 +308,13 @@ def parse_compute_head(payload: Buffer, limits: Limits) -> ComputeHead:
     return ComputeHead(chain_id, layer, rows, pairs, width, *types, inputs)
 
 
-def parse_compute(payload: Buffer, head: ComputeHead, chain: Chain) -> Compute:
+def parse_compute(payload: Buffer, head: ComputeHead, chain: KeyedChain) -> Compute:
     """Read COMPUTE for the chain that it names; the arrays share the payload's memory.
 
     Raises:
         FrameError: widths, counts or size do not fit the chain, or an index is out of range.
     """
-    widths = [entry.width for entry in chain.inputs]
+    widths = chain.input_widths
     if head.width != widths[0]:
         raise FrameError(
             ErrorCode.WRONG_WIDTH, f"Rows are {head.width} wide, but {widths[0]} are needed."
@@ -320,7 +324,7 @@ def parse_compute(payload: Buffer, head: ComputeHead, chain: Chain) -> Compute:
             ErrorCode.BAD_PAYLOAD, f"{head.input_count} inputs came, but {len(widths)} are needed."
         )
     rows, pairs = head.row_count, head.pair_count
-    if chain.inputs[0].per_pair and rows != pairs:
+    if chain.is_per_pair and rows != pairs:
         raise FrameError(ErrorCode.BAD_PAYLOAD, "This chain needs one row for each pair.")
     kind = _NUMPY_TYPES[head.row_type]
     shapes = [(rows, widths[0])] + [(pairs, width) for width in widths[1:]]

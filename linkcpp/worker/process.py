@@ -20,6 +20,7 @@ from linkcpp.engine.rpc_socket import RpcSocket
 from linkcpp.worker.compute import DEFAULT_SCRATCH_BYTES, ExpertCompute
 from linkcpp.worker.frames import Limits, Segment, Welcome
 from linkcpp.worker.service import WorkerService
+from linkcpp.worker.several import JoinedSlabs
 from linkcpp.worker.slabs import GgufSlabs, SlabProvider
 from linkcpp.worker.store import LoadedSlabs, Progress
 
@@ -30,12 +31,14 @@ class WorkerConfig(Record):
     """What a worker process is told.
 
     ``slabs`` is the path or URL of a GGUF file that has the experts; without ``segments`` it holds
-    all that the file has. ``port`` 0 takes a free one.
+    all that the file has. ``more_slabs`` are further files of the same model, taken whole.
+    ``port`` 0 takes a free one.
     """
 
     name: str
     engine: EngineLocation
     slabs: str
+    more_slabs: tuple[str, ...] = ()
     segments: tuple[Segment, ...] | None = None
     token: str
     log_path: Path
@@ -55,7 +58,15 @@ def open_slabs(config: WorkerConfig) -> SlabProvider:
     Raises:
         LinkcppError: it cannot be read, or lacks experts of the segments.
     """
-    return GgufSlabs(config.slabs, config.segments)
+    with contextlib.ExitStack() as opened:
+        parts: list[SlabProvider] = []
+        for location in (config.slabs, *config.more_slabs):
+            part = GgufSlabs(location, None if parts else config.segments)
+            opened.callback(part.close)
+            parts.append(part)
+        joined = JoinedSlabs(parts) if len(parts) > 1 else parts[0]
+        opened.pop_all()
+        return joined
 
 
 async def run_worker(

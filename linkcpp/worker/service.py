@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.engine.rpc_socket import send_all
+from linkcpp.engine.rpc_socket import block_in_kernel, send_all
 from linkcpp.engine.wire import WireError
-from linkcpp.worker.compute import ExpertCompute, KeyedChain
+from linkcpp.worker.chain import KeyedChain
+from linkcpp.worker.compute import ExpertCompute
 from linkcpp.worker.frames import (
     ENDING_CODES,
     Buffer,
@@ -113,7 +114,7 @@ class WorkerService:
     def compute(self, chain: KeyedChain, payload: memoryview, head_limits: Limits) -> list[Buffer]:
         """Do what a COMPUTE payload asks; return the parts of ROWS without its request id."""
         head = parse_compute_head(payload, head_limits)
-        request = parse_compute(payload, head, chain.chain)
+        request = parse_compute(payload, head, chain)
         with self._compute_lock:
             if self.failure is not None:
                 raise FrameError(ErrorCode.ENGINE_FAILED, self.failure.message)
@@ -127,7 +128,7 @@ class WorkerService:
             seconds = time.perf_counter() - began
             self.pair_count += head.pair_count
             self.compute_seconds += seconds
-        shape = (head.pair_count, chain.chain.output_width)
+        shape = (head.pair_count, chain.output_width)
         return pack_rows(rows, shape, round(seconds * 1e6), request.answer_type)
 
 
@@ -147,7 +148,7 @@ class _Link:
     def run(self) -> None:
         try:
             self._greet()
-            self._socket.settimeout(_STALL_SECONDS)
+            block_in_kernel(self._socket, _STALL_SECONDS)
             while True:
                 header, payload = self._receive()
                 self._answer(header, payload)
@@ -180,7 +181,7 @@ class _Link:
         while (frame := self._frames.next()) is None:
             try:
                 self._read_some()
-            except TimeoutError:
+            except BlockingIOError:
                 if not self._frames.is_between_frames:
                     raise
         return frame
@@ -213,7 +214,7 @@ class _Link:
                 raise FrameError(
                     ErrorCode.TOO_LARGE, f"A link may have {_MOST_CHAINS} chains, not more."
                 )
-            self._chains[chain_id] = KeyedChain(found.digest(), found)
+            self._chains[chain_id] = KeyedChain.of(found.digest(), found)
             return [pack_header(FrameType.CHAIN_READY, number, 0)]
         raise FrameError(ErrorCode.BAD_PAYLOAD, f"A worker does not take {header.kind.name}.")
 

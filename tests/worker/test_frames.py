@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linkcpp.worker.chain import Chain, ChainInput, ChainSource, ChainStep, SourceKind
+from linkcpp.worker.chain import Chain, ChainInput, ChainSource, ChainStep, KeyedChain, SourceKind
 from linkcpp.worker.frames import (
     HEADER_BYTES,
     Compute,
@@ -39,6 +39,9 @@ SQUARE = Chain(
 )
 
 
+KEYED = KeyedChain.of("square", SQUARE)
+
+
 def compute_payload(compute: Compute, row_type: DataType = DataType.F32) -> bytes:
     return b"".join(bytes(part) for part in pack_compute(7, compute, row_type))[HEADER_BYTES:]
 
@@ -50,7 +53,7 @@ def example() -> Compute:
 
 def refusal(payload: bytes, limits: Limits | None = None) -> ErrorCode:
     with pytest.raises(FrameError) as caught:
-        parse_compute(payload, parse_compute_head(payload, limits or Limits()), SQUARE)
+        parse_compute(payload, parse_compute_head(payload, limits or Limits()), KEYED)
     return caught.value.code
 
 
@@ -90,7 +93,7 @@ def test_a_compute_frame_is_read_as_it_was_written(
         kind,
     )
     payload = compute_payload(sent, kind)
-    found = parse_compute(payload, parse_compute_head(payload, Limits()), SQUARE)
+    found = parse_compute(payload, parse_compute_head(payload, Limits()), KEYED)
     assert (found.chain_id, found.pairs.layer, found.answer_type) == (9, 4, kind)
     assert (found.pairs.row_index == sent.pairs.row_index).all()
     assert (found.pairs.expert_ids == sent.pairs.expert_ids).all()
