@@ -69,7 +69,10 @@ def archive_name(url: str) -> str:
     Raises:
         LinkcppError: it is not an HTTP(S) URL that names a file.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
     name = PurePosixPath(unquote(parts.path)).name
     name = re.sub(r"\.(tar\.gz|tgz|tar\.xz|tar|zip)$", "", name)
     name = re.sub(r"[^A-Za-z0-9._-]", "_", name).strip("._")
@@ -106,6 +109,7 @@ def fetch_archive(
         OSError: the disk is full.
     """
     digest = hashlib.sha256()
+    public = _without_secrets(url)
     try:
         with (
             httpx.Client(follow_redirects=True, max_redirects=5, timeout=_TIMEOUT) as client,
@@ -114,25 +118,25 @@ def fetch_archive(
             target.open("xb") as file,
         ):
             response.raise_for_status()
-            for chunk, done_bytes, total_bytes in _bounded_chunks(response, url, limits):
+            for chunk, done_bytes, total_bytes in _bounded_chunks(response, public, limits):
                 digest.update(chunk)
                 file.write(chunk)
                 report("download", done_bytes, total_bytes)
     except httpx.HTTPStatusError as error:
         raise LinkcppError(
-            f"{url} answers {error.response.status_code} {error.response.reason_phrase}.",
+            f"{public} answers {error.response.status_code} {error.response.reason_phrase}.",
             hint="Look up the address on the release page.",
         ) from error
     except httpx.RemoteProtocolError as error:
-        raise LinkcppError(f"The download of {url} ended early.", hint="Try again.") from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise LinkcppError(f"The download of {public} ended early.", hint="Try again.") from error
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         reason = str(error) or type(error).__name__
         raise LinkcppError(
-            f"Cannot download {url}: {reason}.", hint="Check the address and the network."
+            f"Cannot download {public}: {reason}.", hint="Check the address and the network."
         ) from error
     if not hmac.compare_digest(digest.hexdigest(), sha256):
         raise LinkcppError(
-            f"{url} is not the expected file: its SHA-256 is {digest.hexdigest()}.",
+            f"{public} is not the expected file: its SHA-256 is {digest.hexdigest()}.",
             hint="Compare the sum with the one on the release page; do not install what differs.",
         )
 
@@ -173,6 +177,13 @@ def unpack_archive(
     except (FileExistsError, NotADirectoryError):
         raise _refused("it names the same file twice") from None
     _make_links(folder, links, limits.unpacked_bytes - done_bytes)
+
+
+def _without_secrets(url: str) -> str:
+    """The address for messages, without a password before the host or a signature behind it."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return parts._replace(netloc=host, query="", fragment="").geturl()
 
 
 def _bounded_chunks(

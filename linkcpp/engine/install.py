@@ -129,7 +129,7 @@ def install_archive(
         archive.unlink()
         if next(engines_below(folder, _FOUND_BY), None) is None:
             raise LinkcppError(
-                f"There is no llama-server in {url}.",
+                f"There is no llama-server in {name}.",
                 hint="Release archives for this system are named llama-b<number>-bin-<system>.",
             )
     return _installed(name)

@@ -18,13 +18,14 @@ VERSIONS: Final = (2, 3)
 DEFAULT_ALIGNMENT: Final = 32
 MAXIMUM_NAME_BYTES: Final = 63  # GGML_MAX_NAME less its terminator
 MAXIMUM_DIMENSIONS: Final = 4
-MAXIMUM_NESTING: Final = 4
 MAXIMUM_ELEMENTS: Final = 2**63 - 1
 # Longer arrays (token lists, merges) are passed over; per-layer numbers are far shorter.
 LONGEST_KEPT_ARRAY: Final = 1024
 LONGEST_KEPT_STRING: Final = 2**16
 # Far above any real model; they bound what a hostile header can make us build.
-MAXIMUM_PAIRS: Final = 2**14
+MAXIMUM_PAIRS: Final = 2**12
+MAXIMUM_STRINGS: Final = 2**22
+LONGEST_KEY_BYTES: Final = 2**16 - 1
 MAXIMUM_TENSORS: Final = 2**17
 SMALLEST_PAIR_BYTES: Final = 8 + 4 + 1
 SMALLEST_TENSOR_BYTES: Final = 8 + 4 + 8 + 4 + 8
@@ -99,7 +100,10 @@ def read_header(source: ByteSource) -> Header:
     cursor.check_room(tensor_count * SMALLEST_TENSOR_BYTES + pair_count * SMALLEST_PAIR_BYTES)
     metadata: dict[str, Value] = {}
     for _ in range(pair_count):
-        key = _text(cursor.string(), source, "a key")
+        raw_key = cursor.string()
+        if len(raw_key) > LONGEST_KEY_BYTES:
+            _refuse(source, f"a key has {len(raw_key)} bytes; GGUF allows {LONGEST_KEY_BYTES}")
+        key = _text(raw_key, source, "a key")
         if key in metadata:
             _refuse(source, f"it has the key {key} twice")
         metadata[key] = _read_value(cursor, cursor.u32(), source)
@@ -140,7 +144,7 @@ def _read_value(cursor: HeaderCursor, kind: int, source: ByteSource) -> Value:
             return None
         return cursor.take(length).decode("utf-8", "replace")
     if kind == ARRAY_TYPE:
-        return _read_array(cursor, source, depth=1)
+        return _read_array(cursor, source)
     scalar = SCALARS.get(kind)
     if scalar is None:
         _refuse(source, f"a value has the unknown type {kind}")
@@ -148,16 +152,14 @@ def _read_value(cursor: HeaderCursor, kind: int, source: ByteSource) -> Value:
     return value
 
 
-def _read_array(cursor: HeaderCursor, source: ByteSource, *, depth: int) -> Value:
-    if depth > MAXIMUM_NESTING:
-        _refuse(source, f"arrays are nested deeper than {MAXIMUM_NESTING}")
+def _read_array(cursor: HeaderCursor, source: ByteSource) -> Value:
     kind, count = cursor.u32(), cursor.u64()
     if kind == STRING_TYPE:
+        if count > MAXIMUM_STRINGS:
+            _refuse(source, f"it has a list of {count} texts, more than any vocabulary")
         cursor.skip_strings(count)
     elif kind == ARRAY_TYPE:
-        cursor.check_room(12 * count)
-        for _ in range(count):
-            _read_array(cursor, source, depth=depth + 1)
+        _refuse(source, "it has an array of arrays, which llama.cpp does not read")
     elif kind in SCALARS:
         size = SCALARS[kind].size
         if count <= LONGEST_KEPT_ARRAY:

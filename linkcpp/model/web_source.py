@@ -23,7 +23,7 @@ SLOWEST_BYTES_PER_SECOND = 50_000
 # Waited before trying again, as long as nothing arrives in between.
 RETRY_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 _PASSING_STATUS = (429, 500, 502, 503, 504)
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -41,10 +41,13 @@ class WebSource:
     def __init__(self, url: str, *, client: httpx.Client | None = None) -> None:
         try:
             self._url = httpx.URL(url)
+            reason = "" if self._url.host else "it names no host"
         except (httpx.InvalidURL, ValueError) as error:
+            reason = str(error).rstrip(".")
+        if reason:
             raise LinkcppError(
-                f"{url!r} is no usable address: {error}.", hint="Copy it from your browser."
-            ) from error
+                f"{url!r} is no usable address: {reason}.", hint="Copy it from your browser."
+            )
         self.name = str(self._url.copy_with(userinfo=b"", query=None, fragment=None))
         self.bytes_read = 0
         self._etag: str | None = None
@@ -136,9 +139,15 @@ class WebSource:
                     yield piece
         except httpx.TooManyRedirects as error:
             raise self._refused(f"redirects more than {MAXIMUM_REDIRECTS} times") from error
+        except UnicodeError as error:
+            # Of the address itself, or of one that the server redirects to.
+            raise LinkcppError(
+                f"Cannot read {self.name}: a host name in its address cannot be: {error}.",
+                hint="Check the address.",
+            ) from error
         except (httpx.RequestError, httpx.InvalidURL) as error:
             raise _PassingError(
-                f"Cannot read {self.name}: {error or type(error).__name__}.",
+                f"Cannot read {self.name}: {str(error).rstrip('.') or type(error).__name__}.",
                 hint="Check the address and the network; is the server up?",
             ) from error
         if left:

@@ -344,10 +344,20 @@ def test_the_folder_is_named_after_the_archive(name: str) -> None:
     assert archive_name(name) == "llama-b1-bin"
 
 
-@pytest.mark.parametrize("url", ["ftp://h/a.zip", "file:///etc/passwd", "h/a.zip", "https://h/"])
+@pytest.mark.parametrize(
+    "url", ["ftp://h/a.zip", "file:///etc/passwd", "h/a.zip", "https://h/", "http://["]
+)
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(LinkcppError, match="not the URL"):
         archive_name(url)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "xn--", "a" * 300])
+def test_an_address_that_cannot_be_had_is_told_without_its_secrets(host: str) -> None:
+    url = f"http://user:hush@{host}/llama.zip?signature=hush"
+    with pytest.raises(LinkcppError, match="Cannot download http") as refused:
+        install_archive(url, "0" * 64, lambda *_: None)
+    assert "hush" not in str(refused.value)
 
 
 def test_a_sum_is_read_with_and_without_its_prefix() -> None:

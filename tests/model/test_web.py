@@ -100,6 +100,18 @@ BAD_SERVERS: dict[str, tuple[Answer, str]] = {
         lambda handler, _: send(handler, 206, b"G", Content_Range="bytes 0-0/*"),
         "does not tell the size",
     ),
+    "of a size beyond every number": (
+        lambda handler, _: send(handler, 206, b"G", Content_Range=f"bytes 0-0/{'9' * 5000}"),
+        "does not tell the size",
+    ),
+    "that redirects to no host": (
+        lambda handler, _: send(handler, 302, b"", Location="http://xn--/x"),
+        "host name",
+    ),
+    "that redirects to a file": (
+        lambda handler, _: send(handler, 302, b"", Location="file:///etc/passwd"),
+        "unsupported protocol",
+    ),
     "that redirects for ever": (
         lambda handler, _: send(handler, 302, b"", Location=handler.path),
         "redirects more than",
@@ -143,7 +155,17 @@ def test_nobody_at_the_address_is_named(server: Server, tmp_path: Path) -> None:
         read_inventory("http://127.0.0.1:1/model.gguf")
 
 
-@pytest.mark.parametrize("address", ["http://", "http://[::1", "https:///x", "http://a:b/x.gguf"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://",
+        "http://[::1",
+        "https:///x",
+        "http://a:b/x.gguf",
+        "http://xn--/x.gguf",
+        f"http://{'a' * 300}/x.gguf",
+    ],
+)
 def test_an_address_that_is_none_is_named(address: str) -> None:
     with pytest.raises(LinkcppError, match=r"no usable address|Cannot read"):
         read_inventory(address)
