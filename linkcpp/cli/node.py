@@ -42,6 +42,10 @@ def node(
     memory: Annotated[
         str | None, typer.Option(help="The most that this machine gives, like 6GB.")
     ] = None,
+    slices: Annotated[
+        str | None,
+        typer.Option(help="The most disk space for slices of models, like 20GB; 0 takes none."),
+    ] = None,
     device: Annotated[
         list[str] | None, typer.Option(help="Offer only this device; may be given several times.")
     ] = None,
@@ -70,6 +74,7 @@ def node(
         memory_limit_bytes=limit,
         devices=tuple(device) if device else None,
         mdns=config.mdns and not no_mdns,
+        slices_limit_bytes=parse_bytes(slices) if slices is not None else None,
     )
     identity = load_identity(name or config.name)
     token, is_new = ensure_token()

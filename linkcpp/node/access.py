@@ -7,11 +7,13 @@ import asyncio
 import ipaddress
 import logging
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,11 +21,20 @@ from linkcpp.cluster.token import tokens_equal
 from linkcpp.node.records import ErrorBody
 
 HEALTH_PATH = "/v1/health"
-ECHO_PATH = "/v1/echo"
 MAX_BODY_BYTES = 64 * 1024
 BODY_DEADLINE_SECONDS = 10.0
+MAX_MANIFEST_BYTES = 16 * 2**20
+MANIFEST_DEADLINE_SECONDS = 120.0
+
+_STREAMED = re.compile(r"/v1/echo|/v1/slices/[0-9a-f]{32}")
+_MANIFEST = re.compile(r"/v1/slices/[0-9a-f]{32}/manifest")
 
 _log = logging.getLogger(__name__)
+
+
+def peer_of(call: HTTPConnection) -> str:
+    """Name the caller for the log."""
+    return call.client.host if call.client else "somebody"
 
 
 class FailureLimit:
@@ -66,7 +77,8 @@ class AccessControl:
     """Lets in who shows the cluster token; health and proof of life are open to all.
 
     Bodies are read here, whole and bounded in size and time, before a route sees them; only the
-    echo, which counts bytes without keeping them, reads its own.
+    echo, which counts bytes without keeping them, and the upload of a slice, which puts them on the
+    disk, read their own.
     """
 
     def __init__(self, app: ASGIApp, token: str, failures: FailureLimit) -> None:
@@ -83,10 +95,13 @@ class AccessControl:
         if not is_open and not self._is_authorized(scope):
             await self._turn_away(scope, send)
             return
-        if scope["type"] == "websocket" or scope["path"] == ECHO_PATH:
+        if scope["type"] == "websocket" or _STREAMED.fullmatch(scope["path"]):
             await self._app(scope, receive, send)
             return
-        body = await _read_body(scope, receive)
+        is_manifest = _MANIFEST.fullmatch(scope["path"]) is not None
+        most = MAX_MANIFEST_BYTES if is_manifest else MAX_BODY_BYTES
+        seconds = MANIFEST_DEADLINE_SECONDS if is_manifest else BODY_DEADLINE_SECONDS
+        body = await _read_body(scope, receive, most, seconds)
         if isinstance(body, bytes):
             await self._app(scope, _replay(body, receive), send)
         else:
@@ -144,27 +159,29 @@ async def refuse(
     await response({**scope, "type": "http"}, receive_nothing, send_response)
 
 
-async def _read_body(scope: Scope, receive: Receive) -> bytes | tuple[int, ErrorBody]:
+async def _read_body(
+    scope: Scope, receive: Receive, most_bytes: int, deadline_seconds: float
+) -> bytes | tuple[int, ErrorBody]:
     announced = dict(scope["headers"]).get(b"content-length", b"0")
     too_large = (
         413,
-        ErrorBody(code="too_large", message=f"The body is longer than {MAX_BODY_BYTES} bytes."),
+        ErrorBody(code="too_large", message=f"The body is longer than {most_bytes} bytes."),
     )
-    if announced.isdigit() and len(announced) > len(str(MAX_BODY_BYTES)):
+    if announced.isdigit() and len(announced) > len(str(most_bytes)):
         return too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_DEADLINE_SECONDS):
+        async with asyncio.timeout(deadline_seconds):
             while True:
                 message = await receive()
                 body += message.get("body", b"")
-                if len(body) > MAX_BODY_BYTES:
+                if len(body) > most_bytes:
                     return too_large
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
         return 408, ErrorBody(
-            code="too_slow", message=f"The body took longer than {BODY_DEADLINE_SECONDS:g} seconds."
+            code="too_slow", message=f"The body took longer than {deadline_seconds:g} seconds."
         )
 
 

@@ -14,16 +14,19 @@ from linkcpp.cluster.mdns import Advertisement, Advertiser, memory_class
 from linkcpp.cluster.measure import CPU, Promise, this_machine
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.paths import state_folder
+from linkcpp.common.paths import data_folder, state_folder
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.fingerprint import read_devices
 from linkcpp.engine.probe import EngineProblemFound
 from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
 from linkcpp.engine.rpc_server import start_rpc_server
 from linkcpp.node.app import create_app
-from linkcpp.node.limits import WORK_BYTES
-from linkcpp.node.servers import ServerManager, resident_bytes
+from linkcpp.node.limits import WORK_BYTES, promised
+from linkcpp.node.managed import resident_bytes
+from linkcpp.node.servers import ServerManager
 from linkcpp.node.serving import make_server
+from linkcpp.node.slice_store import SliceStore
+from linkcpp.node.workers import WorkerManager
 
 _ADVERTISE_SECONDS = 30.0
 _DEVICES_SECONDS = 15.0
@@ -35,13 +38,14 @@ class AgentOptions(NamedTuple):
     """What the owner of the machine decides.
 
     ``devices`` names the devices to offer, ``None`` all; ``host`` is what to listen on, ``None``
-    all interfaces.
+    all interfaces; ``slices_limit_bytes`` is the disk space for slices, ``None`` all but a reserve.
     """
 
     host: str | None = None
     memory_limit_bytes: int | None = None
     devices: tuple[str, ...] | None = None
     mdns: bool = True
+    slices_limit_bytes: int | None = None
 
 
 class NodeAgent:
@@ -62,11 +66,28 @@ class NodeAgent:
         self._engine = engine
         self._options = options
         self._devices_until = 0.0
+        promising = asyncio.Lock()
         self.servers = ServerManager(
             engine,
             describe=self.describe,
+            promising=promising,
             overhead_bytes=overhead_bytes,
             log_folder=state_folder() / "servers",
+            default_threads=core_count,
+        )
+        self.slices = SliceStore(
+            data_folder() / "slices",
+            limit_bytes=options.slices_limit_bytes,
+            log_folder=state_folder() / "slices",
+        )
+        self.workers = WorkerManager(
+            engine,
+            self.slices,
+            name=identity.name,
+            describe=self.describe,
+            promising=promising,
+            server_overhead_bytes=overhead_bytes,
+            log_folder=state_folder() / "workers",
             default_threads=core_count,
         )
 
@@ -93,16 +114,19 @@ class NodeAgent:
         """
         has_cards = any(device.name != CPU for device in self._engine.devices)
         is_fresh = monotonic() < self._devices_until
-        if self._engine.problem is not None or not has_cards or is_fresh or self.servers.promises():
+        if self._engine.problem is not None or not has_cards or is_fresh or self._promises():
             return
         self._devices_until = monotonic() + _DEVICES_SECONDS
         with contextlib.suppress(EngineProblemFound):
             devices = await asyncio.to_thread(read_devices, self._engine.location)
             self._engine = self._engine.model_copy(update={"devices": devices})
 
+    def _promises(self) -> dict[str, Promise]:
+        return promised((*self.servers.holdings(), *self.workers.holdings()))
+
     def _with_next_overhead(self) -> dict[str, Promise]:
         # Whoever takes the offer starts one more server, which costs this much besides.
-        promises = dict(self.servers.promises())
+        promises = self._promises()
         cpu = promises.get(CPU, Promise(0))
         promises[CPU] = Promise(cpu.memory_bytes + self.servers.overhead_bytes, cpu.allocated_bytes)
         return promises
@@ -114,6 +138,7 @@ class NodeAgent:
         on_ready: Callable[[NodeRecord], None],
     ) -> None:
         """Run until ``stop``, then end every server, say goodbye and close the sockets."""
+        self.slices.load()
         server = make_server(create_app(self))
         serving = asyncio.create_task(server.serve(sockets=sockets))
         stopping = asyncio.create_task(stop.wait())
@@ -124,7 +149,8 @@ class NodeAgent:
         finally:
             advertising.cancel()
             stopping.cancel()
-            await self.servers.aclose()
+            await asyncio.gather(self.workers.aclose(), self.servers.aclose())
+            await self.slices.aclose()
             server.should_exit = True
             await asyncio.gather(advertising, stopping, return_exceptions=True)
             await serving

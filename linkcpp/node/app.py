@@ -9,7 +9,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
-from starlette.requests import HTTPConnection
 
 from linkcpp import __version__
 from linkcpp.cluster.identity import Identity
@@ -17,7 +16,7 @@ from linkcpp.cluster.records import Health, NodeRecord
 from linkcpp.cluster.token import canonical_address, health_proof, is_challenge
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.pieces import PIECE_BYTES
-from linkcpp.node.access import AccessControl, FailureLimit, refuse
+from linkcpp.node.access import AccessControl, FailureLimit, peer_of, refuse
 from linkcpp.node.bridge import Bridge
 from linkcpp.node.limits import RefusedError, takes_pieces
 from linkcpp.node.records import (
@@ -29,6 +28,10 @@ from linkcpp.node.records import (
     ServerRequest,
 )
 from linkcpp.node.servers import ServerManager
+from linkcpp.node.slice_routes import add_slice_routes
+from linkcpp.node.slice_store import SliceStore
+from linkcpp.node.worker_routes import add_worker_routes
+from linkcpp.node.workers import WorkerManager
 
 MAX_ECHO_BYTES = 64 * 2**20
 ECHO_DEADLINE_SECONDS = 60.0
@@ -46,6 +49,8 @@ class Agent(Protocol):
     token: str
     identity: Identity
     servers: ServerManager
+    slices: SliceStore
+    workers: WorkerManager
 
     async def describe(self) -> NodeRecord:
         """Tell what this machine has and offers now."""
@@ -67,6 +72,8 @@ def create_app(agent: Agent) -> FastAPI:
     _add_node_routes(app, agent)
     _add_server_routes(app, agent.servers)
     _add_bridge(app, agent.servers)
+    add_slice_routes(app, agent.slices)
+    add_worker_routes(app, agent.workers)
     _add_errors(app)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     app.add_middleware(AccessControl, token=agent.token, failures=FailureLimit())
@@ -134,7 +141,7 @@ def _add_node_routes(app: FastAPI, agent: Agent) -> None:
 def _add_server_routes(app: FastAPI, servers: ServerManager) -> None:
     @app.post("/v1/servers", status_code=201, tags=["servers"], summary="Run an rpc-server")
     async def create(request: ServerRequest, call: Request) -> ServerRecord:
-        return await servers.create(request, _peer(call))
+        return await servers.create(request, peer_of(call))
 
     @app.get("/v1/servers", tags=["servers"], summary="All rpc-servers of this node")
     async def list_all() -> ServerList:
@@ -155,7 +162,7 @@ def _add_server_routes(app: FastAPI, servers: ServerManager) -> None:
         summary="Stop it; also fine when it is gone",
     )
     async def delete(server_id: _Id, call: Request) -> Response:
-        await servers.delete(ServerId(server_id), _peer(call))
+        await servers.delete(ServerId(server_id), peer_of(call))
         return Response(status_code=204)
 
     @app.get(
@@ -174,21 +181,19 @@ def _add_bridge(app: FastAPI, servers: ServerManager) -> None:
     @app.websocket("/v1/servers/{server_id}/bridge")
     async def bridge(websocket: WebSocket, server_id: str) -> None:
         try:
-            server = servers.claim(ServerId(server_id), _peer(websocket))
+            server = servers.claim(ServerId(server_id), peer_of(websocket))
         except RefusedError as error:
             await refuse(websocket.scope, websocket.send, error.status, error.body())
             return
         piece_bytes = PIECE_BYTES if takes_pieces(server.request.device) else None
-        link = Bridge(websocket, server.port, server.account, piece_bytes=piece_bytes)
+        link = Bridge(
+            websocket, server.what, server.port, account=server.account, piece_bytes=piece_bytes
+        )
         reason = "the agent ended it"
         try:
             reason = await server.run_bridge(link)
         finally:
             servers.release(server, reason)
-
-
-def _peer(call: HTTPConnection) -> str:
-    return call.client.host if call.client else "somebody"
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -240,14 +245,19 @@ def _describe(app: FastAPI) -> dict[str, Any]:
     }
     schema["security"] = [{"clusterToken": []}]
     schema["paths"]["/v1/health"]["get"]["security"] = []
-    schema["paths"]["/v1/servers/{server_id}/bridge"] = {
-        "get": {
-            "tags": ["servers"],
-            "summary": "WebSocket to the rpc-server; docs/wire.md has its messages",
-            "parameters": schema["paths"]["/v1/servers/{server_id}"]["get"]["parameters"],
-            "responses": {"101": {"description": "The bridge is open"}},
+    for path, what in (
+        ("/v1/servers/{server_id}", "rpc-server"),
+        ("/v1/workers/{worker_id}", "worker"),
+    ):
+        known = schema["paths"][path]["get"]
+        schema["paths"][f"{path}/bridge"] = {
+            "get": {
+                "tags": known["tags"],
+                "summary": f"WebSocket to the {what}; docs/wire.md has its messages",
+                "parameters": known["parameters"],
+                "responses": {"101": {"description": "The bridge is open"}},
+            }
         }
-    }
     refused = {
         "description": "Refused, with the reason and the way out",
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}},

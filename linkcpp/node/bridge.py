@@ -1,4 +1,4 @@
-"""The agent's end of a bridge: an authenticated WebSocket in front of a loopback rpc-server."""
+"""The agent's end of a bridge: an authenticated WebSocket in front of a loopback port."""
 
 import asyncio
 import contextlib
@@ -21,21 +21,25 @@ _log = logging.getLogger(__name__)
 
 
 class Bridge:
-    """One client's use of an rpc-server, from the WebSocket's opening to its end.
+    """One client's use of a program of this node, from the WebSocket's opening to its end.
 
-    Every connection that the client opens gets a guard of its own. Whatever goes wrong ends this
+    ``what`` names the program for people. With an ``account`` it is an rpc-server, and every
+    connection that the client opens gets a guard of its own, which may cut tensors into pieces of
+    ``piece_bytes``; without one, bytes are passed on as they are. Whatever goes wrong ends this
     WebSocket with a close code and a reason in words, and touches nothing else.
     """
 
     def __init__(
         self,
         websocket: WebSocket,
+        what: str,
         port: int,
-        account: MemoryAccount,
         *,
-        piece_bytes: int | None,
+        account: MemoryAccount | None = None,
+        piece_bytes: int | None = None,
     ) -> None:
         self._websocket = websocket
+        self._what = what
         self._port = port
         self._account = account
         self._piece_bytes = piece_bytes
@@ -99,9 +103,12 @@ class Bridge:
                     )
             except (OSError, TimeoutError):
                 raise LinkError(
-                    "the rpc-server takes no connection", BridgeCloseCode.SERVER_FAILED
+                    f"the {self._what} takes no connection", BridgeCloseCode.SERVER_FAILED
                 ) from None
             tune_transport(writer.transport)
+            if self._account is None:
+                await self._link.carry(reader, writer, awaits_peer=True)
+                continue
             guard = LinkGuard(self._account, piece_bytes=self._piece_bytes)
             try:
                 await self._link.carry(reader, writer, guard=guard, awaits_peer=True)

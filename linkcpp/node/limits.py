@@ -6,7 +6,7 @@ from linkcpp.cluster.measure import CPU, Promise
 from linkcpp.cluster.records import NodeDevice, NodeRecord
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
-from linkcpp.node.records import ErrorBody, ServerRequest
+from linkcpp.node.records import WORKER_SCRATCH_BYTES, ErrorBody
 
 # What an rpc-server may need besides its idle self and the buffers that it was promised: the work
 # space of a mat-mul, the graph, one piece of a tensor on its way in and one out.
@@ -38,13 +38,13 @@ def takes_pieces(device: str) -> bool:
     return device.rstrip("0123456789") in _PARTLY_WRITABLE
 
 
-def most_data_bytes(request: ServerRequest, idle_data_bytes: int, threads: int) -> int:
-    """Return how much writable memory the system may give to a server in RAM, at the very most.
+def most_data_bytes(memory_bytes: int, threads: int) -> int:
+    """Return what the system may give to a server in RAM besides what it has, at the very most.
 
-    ``idle_data_bytes`` is what it has before its first client. Stacks of threads are reserved at
+    ``memory_bytes`` are the buffers that it may still allocate. Stacks of threads are reserved at
     their full size and hardly used.
     """
-    return idle_data_bytes + request.memory_bytes + WORK_BYTES + threads * _STACK_BYTES
+    return memory_bytes + WORK_BYTES + threads * _STACK_BYTES
 
 
 def promised(servers: Iterable[tuple[str, int, int, int]]) -> dict[str, Promise]:
@@ -70,8 +70,8 @@ def promised(servers: Iterable[tuple[str, int, int, int]]) -> dict[str, Promise]
     return totals
 
 
-def check_request(request: ServerRequest, node: NodeRecord) -> NodeDevice:
-    """Decide whether a node can take a request.
+def check_request(device_name: str, memory_bytes: int, node: NodeRecord) -> NodeDevice:
+    """Decide whether a node can give memory of a device.
 
     Raises:
         RefusedError: no engine that works, no such device, or more memory than the device offers.
@@ -79,24 +79,42 @@ def check_request(request: ServerRequest, node: NodeRecord) -> NodeDevice:
     if node.engine_problem is not None:
         problem = node.engine_problem
         raise RefusedError(409, "engine_problem", problem.message, hint=problem.hint)
-    device = next((device for device in node.devices if device.name == request.device), None)
+    device = next((device for device in node.devices if device.name == device_name), None)
     if device is None:
         names = ", ".join(device.name for device in node.devices)
         raise RefusedError(
             422,
             "unknown_device",
-            f"This node offers no device {request.device[:64]!r}.",
+            f"This node offers no device {device_name[:64]!r}.",
             hint=f"It offers: {names}.",
         )
-    if request.memory_bytes > device.offered_bytes:
-        short = request.memory_bytes - device.offered_bytes
+    if memory_bytes > device.offered_bytes:
+        short = memory_bytes - device.offered_bytes
         raise RefusedError(
             409,
             "insufficient_memory",
             f"{device.name} of {node.name} offers {format_bytes(device.offered_bytes)} "
             f"({device.offered_bytes} bytes), {format_bytes(short)} less than the "
-            f"{format_bytes(request.memory_bytes)} ({request.memory_bytes} bytes) asked for.",
+            f"{format_bytes(memory_bytes)} ({memory_bytes} bytes) asked for.",
             hint="Stop another deployment there, raise the owner's limit (`linkcpp node "
             "--memory`), or plan again.",
         )
     return device
+
+
+def worker_memory_bytes(asked_bytes: int | None, slab_bytes: int) -> int:
+    """Return what a worker is promised on its device: its slabs, and room to work.
+
+    Raises:
+        RefusedError: less was asked for than it needs.
+    """
+    least = slab_bytes + WORKER_SCRATCH_BYTES
+    if asked_bytes is not None and asked_bytes < least:
+        raise RefusedError(
+            422,
+            "too_little_memory",
+            f"A worker with these slices needs at least {format_bytes(least)} ({least} bytes), "
+            f"not {format_bytes(asked_bytes)}.",
+            hint="Ask for that much, or for none: then it is promised just what it needs.",
+        )
+    return asked_bytes or least

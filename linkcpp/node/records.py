@@ -13,6 +13,20 @@
 | ``POST /v1/echo`` | bytes | ``EchoAnswer``, for measuring the link |
 | ``GET /v1/openapi.json`` | | the OpenAPI description of all this |
 | ``GET /v1/servers/{id}/bridge`` | WebSocket | see ``docs/wire.md`` |
+| ``POST /v1/slices`` | ``SliceRequest`` | 202 ``SliceRecord``: the node fetches it by itself |
+| ``PUT /v1/slices/{id}/manifest`` | ``linkcpp.model.slices.manifest.Manifest`` | ``SliceRecord`` |
+| ``PUT /v1/slices/{id}?offset=N`` | bytes of the file from N on | ``SliceRecord`` |
+| ``GET /v1/slices`` | | ``SliceList`` |
+| ``GET /v1/slices/{id}`` | | ``SliceRecord`` |
+| ``GET /v1/slices/{id}/manifest`` | | the manifest of a slice that is whole |
+| ``DELETE /v1/slices/{id}`` | | 204, also when it is already gone |
+| ``POST /v1/workers`` | ``WorkerRequest`` | 201 ``NewWorker``, with the worker's token |
+| ``GET /v1/workers`` | | ``WorkerList`` |
+| ``GET /v1/workers/{id}`` | | ``WorkerRecord`` |
+| ``POST /v1/workers/{id}/renew`` | | ``WorkerRecord`` (the lease starts again) |
+| ``DELETE /v1/workers/{id}`` | | 204, also when it is already gone |
+| ``GET /v1/workers/{id}/logs?tail=N`` | | text |
+| ``GET /v1/workers/{id}/bridge`` | WebSocket | see ``docs/wire.md`` |
 
 Authentication: ``Authorization: Bearer <cluster token>``. Errors: ``ErrorBody`` with a 4xx status.
 The agent listens on ``linkcpp.cluster.config.DEFAULT_AGENT_PORT`` unless told otherwise.
@@ -33,6 +47,17 @@ bytes in both directions, text frame ``close`` ends it, and every connection get
 ``close`` from each side. At most one connection is open at a time, as the rpc-server serves one
 client. Text frame ``ack N`` tells that N bytes were passed on since the WebSocket began: a side may
 be at most ``BRIDGE_WINDOW_BYTES`` ahead of it. ``docs/wire.md`` has the rules and the close codes.
+
+Slices. An id follows from the model and the segments (``linkcpp.node.slice_files.slice_id``), so
+the same slice has the same id on every node. A node gets a slice in one of two ways. It fetches it:
+``POST /v1/slices`` names the model's URL, and the node asks that server for the header and the
+wanted slabs only. Or it is sent it: first the manifest, then the file's bytes from
+``received_bytes`` on, in as many calls as one likes; every slab is hashed as it comes, and one with
+another hash is refused and dropped. Both go on after an interruption, also one of the agent.
+
+Workers. ``POST /v1/workers`` answers at once; the worker is ready when its slabs are in the memory
+of its rpc-server. Its bridge carries compute frames, the first of which has the worker's own token;
+up to eight bridges may be open to one worker.
 """
 
 from enum import IntEnum, StrEnum
@@ -41,8 +66,13 @@ from typing import NewType
 from pydantic import Field
 
 from linkcpp.common.records import Record, WireRecord
+from linkcpp.model.slices.segments import Segment
 
 ServerId = NewType("ServerId", str)
+SliceId = NewType("SliceId", str)
+WorkerId = NewType("WorkerId", str)
+
+MOST_SEGMENTS = 512
 
 BRIDGE_OPEN = "open"
 BRIDGE_CLOSE = "close"
@@ -109,6 +139,104 @@ class ServerList(WireRecord):
     """All rpc-servers of a node."""
 
     servers: tuple[ServerRecord, ...]
+
+
+class SliceRequest(Record):
+    """Ask a node to fetch experts from a model on the web.
+
+    ``model_digest`` is that of ``ModelInventory``; a model with another one is refused. What the
+    address holds of secrets (user, query) is shown to nobody.
+    """
+
+    url: str = Field(pattern=r"^https?://[^\s\x00-\x1f\x7f]+$", max_length=4096)
+    model_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    segments: tuple[Segment, ...] = Field(min_length=1, max_length=MOST_SEGMENTS)
+
+
+class SliceState(StrEnum):
+    """The life of a slice on a node; a failed one goes on when it is asked for again."""
+
+    QUEUED = "queued"
+    FETCHING = "fetching"
+    RECEIVING = "receiving"
+    READY = "ready"
+    FAILED = "failed"
+
+
+class SliceRecord(WireRecord):
+    """A slice as its node sees it.
+
+    ``file_bytes`` is its whole size, ``None`` until the model's header was read.
+    ``received_bytes`` of it are there. ``transferred_bytes`` came over the network for it since the
+    agent started, headers included. ``slab_bytes`` is what its experts take in memory, once it is
+    ready.
+    """
+
+    slice_id: SliceId
+    model_digest: str
+    segments: tuple[Segment, ...]
+    state: SliceState
+    detail: str | None
+    file_bytes: int | None
+    received_bytes: int
+    transferred_bytes: int
+    slab_bytes: int | None
+
+
+class SliceList(WireRecord):
+    """All slices of a node, and the bytes that it has left for further ones."""
+
+    slices: tuple[SliceRecord, ...]
+    offered_bytes: int
+
+
+class WorkerRequest(Record):
+    """Ask a node to run an expert worker over slices that it has.
+
+    ``memory_bytes`` is the most that the worker may allocate on the device: the slabs of all its
+    slices, and at least ``WORKER_SCRATCH_BYTES`` to work with. ``None`` takes just that. The worker
+    ends when ``lease_seconds`` pass without a renewal and without a bridge, counted from when it is
+    ready.
+    """
+
+    deployment: str = Field(min_length=1, max_length=128)
+    slice_ids: tuple[SliceId, ...] = Field(min_length=1, max_length=64)
+    device: str = Field(min_length=1, max_length=64)
+    memory_bytes: int | None = Field(default=None, gt=0, le=2**50)
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    lease_seconds: float = Field(default=20.0, gt=0, le=3600, allow_inf_nan=False)
+
+
+WORKER_SCRATCH_BYTES = 64 * 2**20
+
+
+class WorkerRecord(WireRecord):
+    """An expert worker as its agent sees it; ``slab_bytes`` is what its experts take."""
+
+    worker_id: WorkerId
+    deployment: str
+    slice_ids: tuple[SliceId, ...]
+    model_digest: str
+    segments: tuple[Segment, ...]
+    device: str
+    memory_bytes: int
+    slab_bytes: int
+    state: ServerState
+    detail: str | None
+    bridge_count: int
+
+
+class NewWorker(WireRecord):
+    """A worker that was just asked for. Only this answer ever tells its token."""
+
+    worker: WorkerRecord
+    token: str
+
+
+class WorkerList(WireRecord):
+    """All expert workers of a node."""
+
+    workers: tuple[WorkerRecord, ...]
 
 
 class EchoAnswer(WireRecord):

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.node.client import PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS
+from linkcpp.node.connection import PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS
 from linkcpp.node.link import tune_transport
 from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES, ErrorBody
 

@@ -36,6 +36,19 @@ CALLS = [
     ("POST", "/v1/echo"),
     ("GET", "/v1/openapi.json"),
     ("GET", "/v1/no-such-route"),
+    ("POST", "/v1/slices"),
+    ("GET", "/v1/slices"),
+    ("GET", f"/v1/slices/{ID}"),
+    ("PUT", f"/v1/slices/{ID}?offset=0"),
+    ("DELETE", f"/v1/slices/{ID}"),
+    ("PUT", f"/v1/slices/{ID}/manifest"),
+    ("GET", f"/v1/slices/{ID}/manifest"),
+    ("POST", "/v1/workers"),
+    ("GET", "/v1/workers"),
+    ("GET", f"/v1/workers/{ID}"),
+    ("POST", f"/v1/workers/{ID}/renew"),
+    ("DELETE", f"/v1/workers/{ID}"),
+    ("GET", f"/v1/workers/{ID}/logs"),
 ]
 
 
@@ -85,11 +98,12 @@ async def test_every_call_needs_the_token(node: RunningAgent, method: str, path:
     assert answer.status_code not in (401, 403, 500)
 
 
+@pytest.mark.parametrize("kind", ["servers", "workers"])
 @pytest.mark.parametrize("token", [None, "x" * 43])
 async def test_a_websocket_without_the_token_is_refused_before_it_opens(
-    node: RunningAgent, token: str | None
+    node: RunningAgent, token: str | None, kind: str
 ) -> None:
-    url = node.url.replace("http", "ws") + f"/v1/servers/{ID}/bridge"
+    url = node.url.replace("http", "ws") + f"/v1/{kind}/{ID}/bridge"
     headers = bearer(token) if token else {}
     with pytest.raises(InvalidStatus) as error:
         await connect(url, additional_headers=headers, proxy=None)
@@ -191,6 +205,20 @@ async def test_the_description_has_every_route_and_its_errors(node: RunningAgent
         ("GET", "/v1/servers/{server_id}/bridge"),
         ("POST", "/v1/echo"),
         ("GET", "/v1/openapi.json"),
+        ("POST", "/v1/slices"),
+        ("GET", "/v1/slices"),
+        ("GET", "/v1/slices/{slice_id}"),
+        ("PUT", "/v1/slices/{slice_id}"),
+        ("DELETE", "/v1/slices/{slice_id}"),
+        ("PUT", "/v1/slices/{slice_id}/manifest"),
+        ("GET", "/v1/slices/{slice_id}/manifest"),
+        ("POST", "/v1/workers"),
+        ("GET", "/v1/workers"),
+        ("GET", "/v1/workers/{worker_id}"),
+        ("POST", "/v1/workers/{worker_id}/renew"),
+        ("DELETE", "/v1/workers/{worker_id}"),
+        ("GET", "/v1/workers/{worker_id}/logs"),
+        ("GET", "/v1/workers/{worker_id}/bridge"),
     }
     for path, item in schema["paths"].items():
         for operation in item.values():
@@ -216,6 +244,19 @@ async def test_the_description_has_every_route_and_its_errors(node: RunningAgent
         ("POST", "/v1/servers", b"[" * 60000, (400, "invalid_request")),
         ("POST", "/v1/servers", b"x" * 70000, (413, "too_large")),
         ("POST", "/v1/echo", b"x" * (64 * MEBIBYTE + 1), (413, "too_large")),
+        ("GET", f"/v1/slices/{ID}", None, (404, "unknown_slice")),
+        ("GET", f"/v1/slices/{ID}/manifest", None, (404, "unknown_slice")),
+        ("GET", "/v1/slices/../../token", None, (404, "unknown_route")),
+        ("PUT", f"/v1/slices/{ID}?offset=0", b"x", (404, "unknown_slice")),
+        ("PUT", f"/v1/slices/{ID}", b"x", (422, "invalid_request")),
+        ("PUT", f"/v1/slices/{ID}?offset=-1", b"x", (422, "invalid_request")),
+        ("PUT", f"/v1/slices/{ID}/manifest", b"{}", (422, "invalid_request")),
+        ("PUT", f"/v1/slices/{ID}/manifest", b"x" * (16 * MEBIBYTE + 1), (413, "too_large")),
+        ("POST", "/v1/slices", b"{}", (422, "invalid_request")),
+        ("GET", f"/v1/workers/{ID}", None, (404, "unknown_worker")),
+        ("POST", f"/v1/workers/{ID}/renew", None, (404, "unknown_worker")),
+        ("GET", f"/v1/workers/{ID}/logs", None, (404, "unknown_worker")),
+        ("POST", "/v1/workers", b"{}", (422, "invalid_request")),
     ],
 )
 async def test_a_bad_call_gets_a_plain_reason(

@@ -288,7 +288,7 @@ async def test_the_link_lives_while_its_server_reads_nothing(node: RunningAgent)
         while sent != tunnel.sent_bytes:
             sent = tunnel.sent_bytes
             # The agent answers pings although what it would pass on has nowhere to go.
-            await (await tunnel._websocket.ping())
+            await (await tunnel._session._websocket.ping())
             await asyncio.sleep(0.2)
         assert sent < size
         process.resume()

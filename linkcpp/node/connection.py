@@ -1,0 +1,259 @@
+"""Calls to a node agent: proof before trust, bounds on what a peer costs, errors in words."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+from pydantic import ValidationError
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus, WebSocketException
+
+from linkcpp.cluster.config import node_url
+from linkcpp.cluster.records import Health
+from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import Record
+from linkcpp.common.text import printable
+from linkcpp.node.link import tune_transport
+from linkcpp.node.records import (
+    BRIDGE_MAX_MESSAGE_BYTES,
+    ErrorBody,
+)
+
+PING_INTERVAL_SECONDS = 5.0
+PING_TIMEOUT_SECONDS = 30.0
+
+_LONGEST_ANSWER_BYTES = 16 * 2**20
+_WRITE_LIMIT_BYTES = 512 * 1024
+_HINT_REACH = "See that `linkcpp node` runs there and that no firewall blocks its port."
+_HINT_TOKEN = (
+    "Give both machines one token: `linkcpp token --show | ssh OTHER linkcpp token set`, "  # noqa: S105
+    "then restart `linkcpp node` there."
+)
+
+_R = TypeVar("_R", bound=Record)
+
+
+class NodeError(LinkcppError):
+    """A call to a node agent failed; ``code`` is that of ``ErrorBody`` where the agent answered."""
+
+    def __init__(self, message: str, *, hint: str | None = None, code: str) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+
+
+class NodeUnreachableError(NodeError):
+    """The agent did not answer, or what answered is no node agent."""
+
+
+class WrongTokenError(NodeError):
+    """The node and this machine do not have the same token."""
+
+
+class NodeRefusedError(NodeError):
+    """The agent answered with a reason why not (too little memory, no such server, …)."""
+
+
+class NodeConnection:
+    """Authenticated calls to one node, for use as an asynchronous context manager.
+
+    The token goes out only after the host has proved that it knows it too (``health``), which the
+    first call sees to; all later connections go to the very address that gave the proof.
+    """
+
+    def __init__(self, url: str, token: str, *, timeout_seconds: float = 10.0) -> None:
+        self.url = url.rstrip("/")
+        self._token = token
+        self._timeout_seconds = timeout_seconds
+        self._base = self.url
+        self._is_trusted = False
+        self._trusting = asyncio.Lock()
+        # Neither proxies nor credentials from the environment: the token is for this host alone.
+        self._http = httpx.AsyncClient(
+            timeout=timeout_seconds,
+            trust_env=False,
+            follow_redirects=False,
+            headers={"Accept-Encoding": "identity"},
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def health(self) -> Health:
+        """Ask who is there, and have it prove that it knows the token.
+
+        Raises:
+            NodeUnreachableError: nothing answers, or it is no node agent.
+            WrongTokenError: it knows another token, or passes on somebody else's proof.
+        """
+        challenge = make_challenge()
+        request = self._http.build_request(
+            "GET", f"{self.url}/v1/health", params={"challenge": challenge}
+        )
+        async with self._exchange(request) as response:
+            # Before the body: a host that closes after its answer has no address any more.
+            peer = response.extensions["network_stream"].get_extra_info("server_addr")
+            body = await _read_bounded(response)
+        if peer is None:
+            raise self._unreachable(ConnectionError("it closed the connection at once"))
+        if response.status_code != httpx.codes.OK:
+            raise self._refusal(response.status_code, body)
+        health = self._parse(Health, body)
+        self._verify(health, challenge, canonical_address(peer[0], peer[1]))
+        if urlsplit(self.url).scheme == "http":
+            self._base = node_url(peer[0], peer[1]) + urlsplit(self.url).path
+        self._is_trusted = True
+        return health
+
+    def _verify(self, health: Health, challenge: str, peer_address: str) -> None:
+        address, proof = health.address or "", health.proof or ""
+        if not verify_health_proof(
+            self._token, proof, challenge=challenge, node_id=health.node_id, address=address
+        ):
+            raise WrongTokenError(
+                f"The node {printable(health.name)} at {self.url} has another cluster token.",
+                hint=_HINT_TOKEN,
+                code="wrong_token",
+            )
+        # Over TLS the certificate tells who is there; a proxy in front has an address of its own.
+        if urlsplit(self.url).scheme == "http" and address != peer_address:
+            raise WrongTokenError(
+                f"{self.url} answers with the proof of a node at {printable(address)}, as somebody "
+                "in between would.",
+                hint="Name the node by the address that it has itself; behind an address "
+                "translation, use https or a tunnel (ssh -L).",
+                code="address_differs",
+            )
+
+    async def _open_websocket(self, path: str) -> ClientConnection:
+        await self._ensure_trusted()
+        parts = urlsplit(self._base)
+        scheme = "wss" if parts.scheme == "https" else "ws"
+        try:
+            connection = await connect(
+                urlunsplit((scheme, parts.netloc, parts.path + path, "", "")),
+                additional_headers={"Authorization": f"Bearer {self._token}"},
+                compression=None,
+                proxy=None,
+                open_timeout=self._timeout_seconds,
+                ping_interval=PING_INTERVAL_SECONDS,
+                ping_timeout=PING_TIMEOUT_SECONDS,
+                close_timeout=2.0,
+                max_size=BRIDGE_MAX_MESSAGE_BYTES,
+                write_limit=_WRITE_LIMIT_BYTES,
+            )
+        except InvalidStatus as error:
+            body = bytes(error.response.body or b"")
+            raise self._refusal(error.response.status_code, body) from None
+        except (OSError, WebSocketException, ValueError) as error:
+            raise self._unreachable(error) from error
+        tune_transport(connection.transport)
+        return connection
+
+    async def _ensure_trusted(self) -> None:
+        async with self._trusting:
+            if not self._is_trusted:
+                await self.health()
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        *,
+        content_type: str = "application/json",
+        timeout_seconds: float | None = None,
+    ) -> bytes:
+        await self._ensure_trusted()
+        headers = {"Authorization": f"Bearer {self._token}"}
+        if content is not None:
+            headers["Content-Type"] = content_type
+        request = self._http.build_request(
+            method,
+            self._base + path,
+            content=content,
+            headers=headers,
+            timeout=timeout_seconds or self._timeout_seconds,
+        )
+        async with self._exchange(request) as response:
+            body = await _read_bounded(response)
+        if not response.is_success:
+            raise self._refusal(response.status_code, body)
+        return body
+
+    @asynccontextmanager
+    async def _exchange(self, request: httpx.Request) -> AsyncIterator[httpx.Response]:
+        # httpx bounds each read; a peer that drips bytes is bounded here as a whole.
+        limit = 2 * max(value or 0.0 for value in request.extensions["timeout"].values())
+        try:
+            async with asyncio.timeout(limit):
+                response = await self._http.send(request, stream=True)
+                try:
+                    yield response
+                finally:
+                    await response.aclose()
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> NodeUnreachableError:
+        is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
+        reason = "no answer in time" if is_late else str(error) or type(error).__name__
+        return NodeUnreachableError(
+            f"The node at {self.url} cannot be reached: {printable(reason, 200)}.",
+            hint=_HINT_REACH,
+            code="unreachable",
+        )
+
+    def _refusal(self, status: int, body: bytes) -> NodeError:
+        try:
+            told = ErrorBody.model_validate_json(body)
+        except ValidationError:
+            return NodeUnreachableError(
+                f"What answers at {self.url} is no linkcpp node (HTTP status {status}).",
+                hint=_HINT_REACH,
+                code="not_a_node",
+            )
+        message = printable(told.message, 500)
+        hint = printable(told.hint, 500) if told.hint else None
+        if status == httpx.codes.UNAUTHORIZED:
+            return WrongTokenError(
+                f"The node at {self.url} does not take this machine's token.",
+                hint=_HINT_TOKEN,
+                code=told.code,
+            )
+        return NodeRefusedError(f"{self.url}: {message}", hint=hint, code=told.code)
+
+    def _parse(self, record: type[_R], body: bytes) -> _R:
+        try:
+            return record.model_validate_json(body)
+        except ValidationError as error:
+            raise NodeUnreachableError(
+                f"What answers at {self.url} is no linkcpp node of a version that fits this one.",
+                hint="Install the same version of linkcpp on both machines.",
+                code="not_a_node",
+            ) from error
+
+
+async def _read_bounded(response: httpx.Response) -> bytes:
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > _LONGEST_ANSWER_BYTES:
+            raise httpx.RemoteProtocolError("the answer is too long")
+    return bytes(body)

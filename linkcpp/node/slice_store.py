@@ -1,0 +1,486 @@
+"""The slices that a node holds: fetched by itself or sent to it, within its owner's limit."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_atomically
+from linkcpp.common.text import printable
+from linkcpp.common.units import format_bytes
+from linkcpp.model.header import read_header
+from linkcpp.model.slices.layout import read_slice
+from linkcpp.model.slices.manifest import Manifest, manifest_path, read_manifest
+from linkcpp.model.slices.segments import Segment, merge_segments
+from linkcpp.model.slices.writing import Target
+from linkcpp.model.source import FileSource
+from linkcpp.node.limits import RefusedError
+from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
+from linkcpp.node.slice_fetch import Fetch
+from linkcpp.node.slice_files import file_pieces, manifest_segments, slab_bytes, slice_id
+from linkcpp.node.slice_receiver import Receiver
+
+# Left free on the disk whatever the owner allows: a full disk stops more than this agent.
+RESERVE_BYTES = 512 * 2**20
+
+_MOST_SLICES = 1024
+_BATCH_BYTES = 2**20
+_FILE_NAME = "slice.gguf"
+_REQUEST_NAME = "request.json"
+_ID = re.compile(r"[0-9a-f]{32}")
+_THERE_OR_FETCHED = (SliceState.READY, SliceState.QUEUED, SliceState.FETCHING)
+
+_log = logging.getLogger(__name__)
+
+
+class StoredSlice:
+    """One slice: a folder with its file, and meanwhile with what it is made from."""
+
+    def __init__(self, name: SliceId, folder: Path) -> None:
+        self.slice_id = name
+        self.folder = folder
+        self.target = Target(folder / _FILE_NAME)
+        self.model_digest = ""
+        self.segments: tuple[Segment, ...] = ()
+        self.state = SliceState.FAILED
+        self.detail: str | None = None
+        self.request: SliceRequest | None = None
+        self.manifest: Manifest | None = None
+        self.receiver: Receiver | None = None
+        self.file_bytes: int | None = None
+        self.received_bytes = 0
+        self.transferred_bytes = 0
+        self.lock = asyncio.Lock()
+        self.user_count = 0
+
+    @property
+    def path(self) -> Path:
+        """The finished file."""
+        return self.target.path
+
+    @property
+    def slab_bytes(self) -> int | None:
+        """What its experts take in memory, once it is ready."""
+        is_ready = self.state is SliceState.READY and self.manifest is not None
+        return slab_bytes(self.manifest) if is_ready and self.manifest else None
+
+    def take_manifest(self, manifest: Manifest) -> None:
+        """Be the slice that a manifest describes."""
+        self.manifest = manifest
+        self.model_digest = manifest.model.digest
+        self.segments = manifest_segments(manifest)
+        self.file_bytes = manifest.file_bytes
+
+    def take_request(self, request: SliceRequest) -> None:
+        """Be the slice that is to be fetched."""
+        self.request = request
+        self.model_digest = request.model_digest
+        self.segments = merge_segments(request.segments)
+
+    def record(self) -> SliceRecord:
+        """Tell how it stands."""
+        return SliceRecord(
+            slice_id=self.slice_id,
+            model_digest=self.model_digest,
+            segments=self.segments,
+            state=self.state,
+            detail=self.detail,
+            file_bytes=self.file_bytes,
+            received_bytes=self.received_bytes,
+            transferred_bytes=self.transferred_bytes,
+            slab_bytes=self.slab_bytes,
+        )
+
+
+class SliceStore:
+    """All slices of a node. Nothing is trusted before its hash was seen to be right.
+
+    ``limit_bytes`` is what the owner gives to slices, ``None`` all that the disk has but a reserve.
+    What was unfinished when an agent ended goes on: a fetch by itself, an upload when it is asked
+    for.
+    """
+
+    def __init__(self, folder: Path, *, limit_bytes: int | None, log_folder: Path) -> None:
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._log_folder = log_folder
+        self._slices: dict[SliceId, StoredSlice] = {}
+        self._fetching = asyncio.Lock()
+        self._fetches: dict[SliceId, asyncio.Task[None]] = {}
+        self._is_closing = False
+
+    def load(self) -> None:
+        """Find what earlier agents left; needs a running event loop."""
+        if not self._folder.is_dir():
+            return
+        for folder in sorted(self._folder.iterdir()):
+            if _ID.fullmatch(folder.name) and folder.is_dir():
+                item = _found(folder)
+                self._slices[item.slice_id] = item
+                if item.state is SliceState.QUEUED:
+                    self._start_fetch(item)
+
+    def records(self) -> tuple[SliceRecord, ...]:
+        """List the slices."""
+        return tuple(item.record() for item in self._slices.values())
+
+    def offered_bytes(self) -> int:
+        """How large one more slice may be."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._folder).free - RESERVE_BYTES
+        except OSError:
+            return 0
+        used = 0
+        for item in self._slices.values():
+            size = max(item.file_bytes or 0, item.received_bytes)
+            used += size
+            free -= size - item.received_bytes
+        left = free if self._limit_bytes is None else min(free, self._limit_bytes - used)
+        return max(left, 0)
+
+    async def show(self, name: SliceId) -> SliceRecord:
+        """Tell how one slice stands; ``received_bytes`` is where an upload goes on.
+
+        Raises:
+            RefusedError: it is unknown.
+        """
+        item = self.get(name)
+        if item.state is SliceState.RECEIVING and not item.lock.locked():
+            async with item.lock:
+                await self._prepare(item)
+        return item.record()
+
+    def get(self, name: SliceId) -> StoredSlice:
+        """Find a slice.
+
+        Raises:
+            RefusedError: it is unknown.
+        """
+        item = self._slices.get(name)
+        if item is None:
+            raise RefusedError(
+                404,
+                "unknown_slice",
+                "This node has no such slice.",
+                hint="Have it fetched (POST /v1/slices), or send it.",
+            )
+        return item
+
+    def manifest(self, name: SliceId) -> Manifest:
+        """Return the manifest of a slice that is whole.
+
+        Raises:
+            RefusedError: it is unknown or not ready.
+        """
+        (item,) = self.ready((name,))
+        if item.manifest is None:
+            raise RuntimeError("a slice that is ready has a manifest")
+        return item.manifest
+
+    def ready(self, names: Iterable[SliceId]) -> list[StoredSlice]:
+        """Find slices that are whole.
+
+        Raises:
+            RefusedError: one is unknown or not ready.
+        """
+        found = [self.get(name) for name in names]
+        for item in found:
+            if item.state is not SliceState.READY:
+                why = f": {item.detail}" if item.detail else ""
+                raise RefusedError(
+                    409,
+                    "slice_not_ready",
+                    f"The slice {item.slice_id} is {item.state}{why}.",
+                    hint="Wait until it is ready, or send it again.",
+                )
+        return found
+
+    async def fetch(self, request: SliceRequest, peer: str) -> SliceRecord:
+        """Have a slice fetched; also fine when it is there or on its way.
+
+        Raises:
+            RefusedError: there is no room, or it is being sent right now.
+        """
+        name = slice_id(request.model_digest, request.segments)
+        item = self._slices.get(name)
+        if item is not None and item.state in _THERE_OR_FETCHED:
+            return item.record()
+        async with self._changing(name, 1) as item:
+            _log.info("%s has a slice fetched (%s)", peer, name)
+            item.take_request(request)
+            item.manifest = item.receiver = item.file_bytes = None
+            item.received_bytes = _allocated_bytes(item.target.partial)
+            body = request.model_dump_json()
+            await asyncio.to_thread(write_atomically, item.folder / _REQUEST_NAME, body, mode=0o600)
+            self._start_fetch(item)
+        return item.record()
+
+    async def begin_upload(self, name: SliceId, manifest: Manifest, peer: str) -> SliceRecord:
+        """Take the manifest of a slice that is going to be sent.
+
+        Raises:
+            RefusedError: it is of another slice, there is no room, or the slice is on its way.
+        """
+        pieces = file_pieces(manifest)
+        if slice_id(manifest.model.digest, manifest_segments(manifest)) != name:
+            raise RefusedError(422, "another_slice", "This manifest is of another slice.")
+        known = self._slices.get(name)
+        if known is not None and known.state is SliceState.READY:
+            return known.record()
+        manifest = manifest.model_copy(update={"file_name": _FILE_NAME})
+        is_same = known is not None and known.manifest == manifest
+        async with self._changing(name, 0 if is_same else manifest.file_bytes) as item:
+            if item.manifest != manifest:
+                _log.info("%s sends a slice (%s)", peer, name)
+                await asyncio.to_thread(_begin_files, item, manifest)
+                item.take_manifest(manifest)
+                item.request = None
+                item.receiver = await asyncio.to_thread(Receiver, item.target.partial, pieces)
+            item.state, item.detail = SliceState.RECEIVING, None
+            await self._prepare(item)
+        return item.record()
+
+    async def upload(self, name: SliceId, offset: int, parts: AsyncIterator[bytes]) -> SliceRecord:
+        """Take bytes of a slice from ``offset`` on; with the last ones it becomes ready.
+
+        Raises:
+            RefusedError: no manifest came before, the offset is not ``received_bytes``, or the
+                bytes are not those of the manifest.
+        """
+        item = self.get(name)
+        if item.state is SliceState.READY:
+            return item.record()
+        if item.state is not SliceState.RECEIVING:
+            raise RefusedError(
+                409,
+                "no_manifest",
+                f"The slice {name} is {item.state}.",
+                hint="Put its manifest first.",
+            )
+        if item.lock.locked():
+            raise _busy()
+        async with item.lock:
+            receiver = await self._prepare(item)
+            if offset != receiver.received_bytes:
+                raise RefusedError(
+                    409,
+                    "wrong_offset",
+                    f"Byte {receiver.received_bytes} of the slice is next, not byte {offset}.",
+                    hint="GET /v1/slices/{id} tells where to go on.",
+                )
+            try:
+                await self._receive(item, receiver, parts)
+            finally:
+                item.received_bytes = receiver.received_bytes
+            if receiver.is_whole:
+                await self._finish_upload(item, receiver)
+        return item.record()
+
+    async def delete(self, name: SliceId) -> None:
+        """Delete a slice, whatever its state; fine when it is gone.
+
+        Raises:
+            RefusedError: a worker uses it, or it is being sent right now.
+        """
+        item = self._slices.get(name)
+        if item is None:
+            return
+        if item.user_count:
+            raise RefusedError(
+                409,
+                "slice_in_use",
+                "A worker of this node uses the slice.",
+                hint="Stop the deployment first.",
+            )
+        if item.lock.locked():
+            raise _busy()
+        async with item.lock:
+            item.state, item.detail = SliceState.FAILED, "it is being deleted"
+            task = self._fetches.get(name)
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            await asyncio.to_thread(shutil.rmtree, item.folder, ignore_errors=True)
+            del self._slices[name]
+
+    async def aclose(self) -> None:
+        """End the fetches; they go on with the next agent."""
+        self._is_closing = True
+        tasks = list(self._fetches.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def _changing(self, name: SliceId, size_bytes: int) -> AsyncIterator[StoredSlice]:
+        """Lock a slice, known or new, that is to become ``size_bytes`` large."""
+        known = self._slices.get(name)
+        if known is not None and (known.lock.locked() or name in self._fetches):
+            raise _busy()
+        if self._is_closing:
+            raise RefusedError(409, "stopping", "This node agent is being stopped.")
+        if known is None and len(self._slices) >= _MOST_SLICES:
+            raise RefusedError(
+                409, "too_many_slices", f"This node has {_MOST_SLICES} slices.", hint="Delete some."
+            )
+        there = max(known.file_bytes or 0, known.received_bytes) if known else 0
+        self._check_room(size_bytes - there)
+        item = known or StoredSlice(name, self._folder / name)
+        self._slices[name] = item
+        try:
+            async with item.lock:
+                yield item
+        except BaseException:
+            if known is None:
+                del self._slices[name]
+            raise
+
+    def _check_room(self, size_bytes: int) -> None:
+        offered = self.offered_bytes()
+        if size_bytes > offered:
+            raise RefusedError(
+                507,
+                "insufficient_storage",
+                f"The slice takes {format_bytes(size_bytes)}, but this node has "
+                f"{format_bytes(offered)} left for slices.",
+                hint="Delete slices there, raise the owner's limit (`linkcpp node --slices`), or "
+                "ask for fewer experts.",
+            )
+
+    def _start_fetch(self, item: StoredSlice) -> None:
+        item.state, item.detail = SliceState.QUEUED, None
+        task = asyncio.create_task(self._fetch(item))
+        self._fetches[item.slice_id] = task
+        task.add_done_callback(lambda _: self._fetches.pop(item.slice_id))
+
+    async def _fetch(self, item: StoredSlice) -> None:
+        # One after the other: each may take what the one before it has left.
+        async with self._fetching:
+            if item.request is None:
+                raise RuntimeError("nothing tells what to fetch")
+            item.state = SliceState.FETCHING
+            fetch = Fetch(item.request, item.path, self._log_folder / f"{item.slice_id}.log")
+            before = item.transferred_bytes
+            try:
+                async for news in fetch.run(self.offered_bytes() + item.received_bytes):
+                    item.file_bytes = news.file_bytes or item.file_bytes
+                    item.received_bytes = news.received_bytes or item.received_bytes
+                    item.transferred_bytes = before + news.transferred_bytes
+                item.take_manifest(await asyncio.to_thread(read_manifest, item.path))
+            except LinkcppError as error:
+                item.state, item.detail = SliceState.FAILED, printable(str(error), 500)
+                _log.warning("the slice %s was not fetched: %s", item.slice_id, error)
+                return
+            self._become_ready(item)
+            await asyncio.to_thread((item.folder / _REQUEST_NAME).unlink, missing_ok=True)
+
+    async def _prepare(self, item: StoredSlice) -> Receiver:
+        if item.receiver is None:
+            if item.manifest is None:
+                raise RuntimeError("a slice that is received has a manifest")
+            pieces = file_pieces(item.manifest)
+            item.receiver = await asyncio.to_thread(Receiver, item.target.partial, pieces)
+        item.received_bytes = item.receiver.received_bytes
+        return item.receiver
+
+    async def _receive(
+        self, item: StoredSlice, receiver: Receiver, parts: AsyncIterator[bytes]
+    ) -> None:
+        batch = bytearray()
+        async for part in parts:
+            item.transferred_bytes += len(part)
+            batch += part
+            if len(batch) >= _BATCH_BYTES:
+                await asyncio.to_thread(receiver.take, batch)
+                item.received_bytes = receiver.received_bytes
+                batch = bytearray()
+        await asyncio.to_thread(receiver.take, batch)
+
+    async def _finish_upload(self, item: StoredSlice, receiver: Receiver) -> None:
+        try:
+            await asyncio.to_thread(_finish_files, item, receiver)
+        except LinkcppError as error:
+            item.state, item.detail = SliceState.FAILED, error.message
+            item.manifest = item.receiver = None
+            item.received_bytes = 0
+            await asyncio.to_thread(item.target.partial.unlink, missing_ok=True)
+            raise RefusedError(422, "not_that_slice", error.message, hint=error.hint) from error
+        self._become_ready(item)
+
+    def _become_ready(self, item: StoredSlice) -> None:
+        item.state, item.detail = SliceState.READY, None
+        item.received_bytes = item.file_bytes or 0
+        item.receiver = item.request = None
+        _log.info("the slice %s is ready (%s)", item.slice_id, format_bytes(item.received_bytes))
+
+
+def _found(folder: Path) -> StoredSlice:
+    """Read what is in a folder of an earlier agent."""
+    item = StoredSlice(SliceId(folder.name), folder)
+    request = folder / _REQUEST_NAME
+    item.received_bytes = _allocated_bytes(item.path) + _allocated_bytes(item.target.partial)
+    try:
+        if request.exists():
+            item.take_request(SliceRequest.model_validate_json(request.read_bytes()))
+            item.state = SliceState.QUEUED
+            return item
+        item.take_manifest(read_manifest(item.path))
+        if not item.path.exists():
+            item.state = SliceState.RECEIVING
+        elif item.path.stat().st_size == item.file_bytes:
+            item.state = SliceState.READY
+            item.received_bytes = item.file_bytes
+        else:
+            item.detail = "its file was changed"
+    except (OSError, LinkcppError, ValidationError) as error:
+        item.detail = f"what is left of it on the disk is of no use: {error}"
+    return item
+
+
+def _allocated_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _begin_files(item: StoredSlice, manifest: Manifest) -> None:
+    item.folder.mkdir(parents=True, exist_ok=True)
+    for old in (item.folder / _REQUEST_NAME, item.target.journal, item.target.partial):
+        old.unlink(missing_ok=True)
+    write_atomically(manifest_path(item.path), manifest.model_dump_json() + "\n")
+
+
+def _finish_files(item: StoredSlice, receiver: Receiver) -> None:
+    receiver.sync()
+    with FileSource(item.target.partial) as source:
+        header = read_header(source)
+        described = read_slice("The file that was sent", header)
+    if described is None:
+        raise LinkcppError("The file that was sent is no slice.")
+    digest = str(header.metadata.get("linkcpp.slice.source_digest"))
+    if slice_id(digest, described[0]) != item.slice_id:
+        raise LinkcppError("The file that was sent has other experts than its manifest tells.")
+    item.target.partial.replace(item.path)
+    descriptor = os.open(item.folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _busy() -> RefusedError:
+    return RefusedError(
+        409,
+        "slice_busy",
+        "Somebody else sends or fetches this slice right now.",
+        hint="Try again in a moment.",
+    )
