@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 
+from linkcpp.model.moeify import moeify
 from tests.support.tiny_model import MXFP4, Q4_K, Q6_K, Q8_0, TinyModel
 
 
@@ -310,3 +311,11 @@ def smollm2_path() -> Path:
             "and LINKCPP_TEST_MODEL names no model"
         )
     return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@functools.cache
+def smollm2_mixture(expert_count: int) -> Path:
+    """The real model as a mixture of so many experts, all of them used for each token."""
+    path = model_folder() / f"smollm2-{expert_count}-experts.gguf"
+    moeify(smollm2_path(), path, expert_count)
+    return path
