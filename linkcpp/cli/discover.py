@@ -22,6 +22,7 @@ from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
 
 _PAUSE_SECONDS = 1.0
+_TABLE_COLUMNS = 80
 
 app = verb()
 
@@ -66,7 +67,7 @@ def discover(
     else:
         for part in render(found, remarks):
             # Commands and reasons are not broken: the terminal wraps them, and they can be copied.
-            console().print(part, soft_wrap=isinstance(part, Text))
+            console(_TABLE_COLUMNS).print(part, soft_wrap=isinstance(part, Text))
 
 
 class _Search:

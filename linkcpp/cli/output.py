@@ -15,9 +15,15 @@ class _DataConsole(Console):
         raise  # noqa: PLE0704
 
 
-def console() -> Console:
-    """Give the console for results, on stdout."""
-    return _DataConsole(highlight=False)
+def console(least_columns: int = 40) -> Console:
+    """Give the console for results, on stdout.
+
+    A terminal of fewer than ``least_columns`` wraps the lines itself: a table squeezed into it
+    would lose whole columns.
+    """
+    made = _DataConsole(highlight=False)
+    made.width = max(made.width, least_columns)
+    return made
 
 
 def status_console() -> Console:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 
 from linkcpp.cluster.candidates import Candidate, Probe
@@ -31,6 +32,8 @@ _MOST_AT_ONCE = 32
 _MOST_CLAIMS_OF_URL = 16
 _GRACE_SECONDS = PROBE_SECONDS + 0.5
 _LINKS_SECONDS = 10.0
+# Describing takes at most one part in ten of the time.
+_TELLING_SHARE = 9.0
 
 # A source yields candidates until it has no more, or for ever. mDNS, URLs that a person names, and
 # any later registry have this one form.
@@ -176,7 +179,8 @@ async def discover(
 
     Listens until all sources have ended or ``timeout_seconds`` are over, gives those that were
     heard of last one probe's time to answer, then measures the links one after the other.
-    ``on_change`` gets what is known after every answer.
+    ``on_change`` gets what is known after answers (rarely where there are very many) and
+    at the end.
     """
     search = _Search(token, coordinator, on_change)
     try:
@@ -185,7 +189,10 @@ async def discover(
         await search.measure_links()
     finally:
         await search.aclose()
-    return Discovery(coordinator=coordinator, nodes=search.describe(), notes=tuple(search.notes))
+    nodes = search.describe()
+    if on_change is not None:
+        on_change(nodes)
+    return Discovery(coordinator=coordinator, nodes=nodes, notes=tuple(search.notes))
 
 
 class _Search:
@@ -202,6 +209,8 @@ class _Search:
         self._probes: dict[str, Probe] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._defect: BaseException | None = None
+        self._told_at = 0.0
+        self._telling_pause = 0.0
 
     async def listen(self, sources: Sequence[Source], seconds: float) -> None:
         """Take candidates from all sources at once and start to ask them."""
@@ -278,8 +287,13 @@ class _Search:
         return [nearest_first(group)[0].candidate.url for group in by_id.values()]
 
     def _tell(self) -> None:
-        if self._on_change is not None:
-            self._on_change(self.describe())
+        # Describing all after each of a thousand answers would take longer than the answers.
+        now = time.monotonic()
+        if self._on_change is not None and now - self._told_at >= self._telling_pause:
+            nodes = self.describe()
+            self._told_at = time.monotonic()
+            self._telling_pause = _TELLING_SHARE * (self._told_at - now)
+            self._on_change(nodes)
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -203,3 +203,15 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
 
 def _nobody(path: Path) -> Path:
     raise RuntimeError(f"no home for {path}")
+
+
+def test_a_narrow_terminal_gets_every_column_of_the_nodes() -> None:
+    create_token()
+    ended = run("discover", "--no-mdns", "--node", "127.0.0.1:1", environment={"COLUMNS": "30"})
+    assert "NODE" in ended.stdout
+    assert "127.0.0.1:1 " in ended.stdout
+    assert "unreachable" in ended.stdout
+
+
+def test_a_terminal_that_tells_no_width_gets_an_answer_too() -> None:
+    assert "hidden" in run("inspect", "70B", environment={"COLUMNS": "0"}).stdout

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
 import pytest
 from typer.testing import CliRunner
 
 from linkcpp.cli.discover import app
-from linkcpp.cluster.candidates import Candidate
+from linkcpp.cluster.candidates import Candidate, Probe
 from linkcpp.cluster.discovery import (
     Discovery,
     Source,
@@ -19,9 +20,11 @@ from linkcpp.cluster.discovery import (
     known_source,
     url_source,
 )
+from linkcpp.cluster.findings import describe_nodes
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.mdns import Advertisement, Advertiser
-from linkcpp.cluster.records import DiscoveredNode, NodeId, NodeStatus
+from linkcpp.cluster.probe import no_answer
+from linkcpp.cluster.records import DiscoveredNode, NodeId, NodeRecord, NodeStatus
 from linkcpp.cluster.token import store_token
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.settings import config_path
@@ -101,6 +104,33 @@ async def test_peers_that_stall_do_not_delay_the_others() -> None:
     assert answers[0] == {"prompt"}
     assert statuses(found)["prompt"] is NodeStatus.READY
     assert [node.status for node in found.nodes].count(NodeStatus.UNREACHABLE) == 21
+
+
+async def test_many_answers_are_not_each_followed_by_a_description_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[int] = []
+
+    async def nobody(candidate: Candidate, token: str) -> Probe:
+        return no_answer(candidate, "nobody there")
+
+    def describe_slowly(
+        probes: Iterable[Probe], coordinator: NodeRecord
+    ) -> tuple[DiscoveredNode, ...]:
+        time.sleep(0.01)
+        return describe_nodes(probes, coordinator)
+
+    monkeypatch.setattr("linkcpp.cluster.discovery.probe_node", nobody)
+    monkeypatch.setattr("linkcpp.cluster.discovery.describe_nodes", describe_slowly)
+    urls = [f"http://10.0.0.1:{port}" for port in range(1, 201)]
+    await discover(
+        TOKEN,
+        COORDINATOR,
+        [url_source(urls, "--node")],
+        on_change=lambda nodes: told.append(len(nodes)),
+    )
+    assert told[-1] == 200
+    assert len(told) < 100
 
 
 async def test_one_url_from_two_sources_is_asked_once() -> None:
