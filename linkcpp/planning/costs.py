@@ -26,8 +26,8 @@ from linkcpp.model.memory import (
 )
 from linkcpp.model.records import LayerKind, LayerRecord, ModelInventory, TensorRole
 from linkcpp.planning.buffers import BufferSizes, buffer_sizes
+from linkcpp.planning.problem import Floats, Integers
 from linkcpp.planning.records import DeviceMemory, PlanOptions
-from linkcpp.planning.solver import Floats, Integers
 
 _F32_BYTES = 4
 # What goes to a stage for each token beside the hidden state: positions, indices, headers.
@@ -193,8 +193,9 @@ class Costs:
         return DeviceMemory(
             weight_bytes=weights + kept,
             kv_bytes=sum(self.layer_kv_bytes(layer) for layer in layers),
-            recurrent_bytes=states + self.checkpoint_bytes,
+            recurrent_bytes=states,
             compute_bytes=compute,
+            checkpoint_bytes=self.checkpoint_bytes,
             reserve_bytes=reserve,
             available_bytes=available,
         )

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from linkcpp.planning.costs import Costs, Windows
 from linkcpp.planning.offers import Offer
-from linkcpp.planning.solver import Floats, Group, Integers, Problem, solve
+from linkcpp.planning.problem import Floats, Group, Integers, Problem
+from linkcpp.planning.solver import solve
 
 # llama-server refuses `-ts` with 16 entries, and its scheduler has 16 backends, the CPU among them.
 MOST_DEVICES = 15
@@ -126,6 +127,9 @@ def _place_in(
     candidates = list(_candidates(regime, costs, local, remote, ram_bytes=budget, base=base))
     problem = Problem(
         slots=costs.slots,
+        slot_reads=np.array(
+            [costs.read_window_bytes(slot, slot + 1) for slot in range(costs.slots)]
+        ),
         groups=tuple(candidate.group for candidate in candidates),
         shared_budget_bytes=budget,
         most_devices=regime.most_devices,

@@ -69,19 +69,25 @@ class ModelReference(Record):
 
 
 class DeviceMemory(Record):
-    """What a plan puts on one device, in bytes, against what the device offers."""
+    """What a plan puts on one device, in bytes, against what the device offers.
+
+    ``checkpoint_bytes`` is for snapshots of states that cannot be rewound, which llama-server keeps
+    in the coordinator's RAM.
+    """
 
     weight_bytes: int
     kv_bytes: int
     recurrent_bytes: int
     compute_bytes: int
+    checkpoint_bytes: int = 0
     reserve_bytes: int
     available_bytes: int
 
     @property
     def used_bytes(self) -> int:
         """All that the deployment takes on the device, without the reserve."""
-        return self.weight_bytes + self.kv_bytes + self.recurrent_bytes + self.compute_bytes
+        kept = self.kv_bytes + self.recurrent_bytes + self.checkpoint_bytes
+        return self.weight_bytes + kept + self.compute_bytes
 
 
 class Stage(Record):

@@ -1,15 +1,16 @@
 """Why nothing fits, and the smallest changes after which something does."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from linkcpp.cluster.records import Cluster
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.assumed import assumed_node, with_coordinator_memory, with_nodes
-from linkcpp.planning.costs import Costs, loads_next_token_blocks
+from linkcpp.planning.costs import Costs, loads_next_token_blocks, pipelines_remote_devices
 from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers
-from linkcpp.planning.placing import MOST_DEVICES
+from linkcpp.planning.placing import MOST_DEVICES, place
 from linkcpp.planning.planner import can_plan, find_plan
 from linkcpp.planning.records import (
     CacheType,
@@ -23,7 +24,8 @@ from linkcpp.planning.records import (
 
 SMALLEST_CONTEXT = 512
 _CONTEXT_STEP = 256
-_GRAIN_BYTES = 250 * 10**6
+_SMALLEST_SIZE_BYTES = 2**20
+_LARGEST_SIZE_BYTES = 2**42
 _MOST_REMEDIES = 4
 
 
@@ -70,57 +72,55 @@ def explain(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -
     remedies = _remedies(inventory, cluster, options)
     return Infeasible(
         mode=options.mode,
-        shortfalls=tuple(_shortfalls(costs, local, remote)),
+        shortfalls=tuple(
+            _shortfalls(costs, local, remote, pipelines=pipelines_remote_devices(engine))
+        ),
         remedies=tuple(remedy for remedy, _ in zip(remedies, range(_MOST_REMEDIES), strict=False)),
     )
 
 
 def _shortfalls(
-    costs: Costs, local: Sequence[Offer], remote: Sequence[Offer]
+    costs: Costs, local: Sequence[Offer], remote: Sequence[Offer], *, pipelines: bool
 ) -> Iterator[Shortfall]:
     host = local[0]
+    here = f"the coordinator {host.node_name}"
     base = costs.host_memory(0, is_pipeline=False, available=0, reserve=0).used_bytes
     if base > host.budget_bytes:
-        what = "input embeddings and buffers, which llama-server always keeps"
         yield Shortfall(
-            where=f"the coordinator {host.node_name}",
-            what=what,
+            where=here,
+            what="input embeddings and buffers, which llama-server always keeps",
             needed_bytes=base,
             available_bytes=host.budget_bytes,
         )
         return
-    everything = costs.host_memory(costs.slots, is_pipeline=False, available=0, reserve=0)
     devices = sorted((*local[1:], *remote), key=lambda offer: -offer.budget_bytes)[:MOST_DEVICES]
-    if not devices:
-        yield Shortfall(
-            where=f"the coordinator {host.node_name}",
-            what="the whole model",
-            needed_bytes=everything.used_bytes,
-            available_bytes=host.budget_bytes,
-        )
-        return
-    windows = costs.windows(is_pipeline=False)
-    one = windows.last - windows.first == 1
-    largest = int(windows.device_bytes[one].max())
     total = sum(offer.budget_bytes for offer in (host, *devices))
-    if everything.used_bytes > total or largest <= devices[0].budget_bytes:
-        count = len({offer.node_id for offer in devices if not offer.is_coordinator})
-        with_nodes_text = f" with {count} nodes" if count else ""
-        workspace = int(windows.device_bytes[one].min())
-        need = max(everything.used_bytes, total + workspace)
-        yield Shortfall(
-            where=f"the coordinator{with_nodes_text}",
-            what="weights, cache and buffers, in whole layers",
-            needed_bytes=need if everything.used_bytes <= total else everything.used_bytes,
-            available_bytes=total,
-        )
-    else:
-        yield Shortfall(
-            where=f"the largest device, {devices[0].device} of {devices[0].node_name},",
-            what="the largest layer",
-            needed_bytes=largest,
-            available_bytes=devices[0].budget_bytes,
-        )
+    whole = costs.host_memory(costs.slots, is_pipeline=False, available=0, reserve=0).used_bytes
+    count = len({offer.node_id for offer in devices if not offer.is_coordinator})
+    where = f"{here} with {count} node{'s' if count > 1 else ''}" if count else here
+    if whole > total:
+        what = "weights, cache and buffers"
+        yield Shortfall(where=where, what=what, needed_bytes=whole, available_bytes=total)
+        return
+
+    def fits_with(extra_bytes: int) -> bool:
+        more = [_with_more(offer, extra_bytes) for offer in (*local, *remote)]
+        own, far = more[: len(local)], more[len(local) :]
+        least = min(1, len(far))
+        found = place(costs, own, far, least_remote=least, pipelines=pipelines, any_placement=True)
+        return found is not None
+
+    extra = _least_bytes(fits_with)
+    yield Shortfall(
+        where=where,
+        what="whole layers, buffers on every device included",
+        needed_bytes=total + extra * (1 + len(devices)),
+        available_bytes=total,
+    )
+
+
+def _with_more(offer: Offer, extra_bytes: int) -> Offer:
+    return replace(offer, available_bytes=offer.available_bytes + extra_bytes)
 
 
 def _remedies(
@@ -140,7 +140,7 @@ def _remedies(
             yield Remedy(text="Use the nodes too: --mode auto.", options=changed)
     yield from _smaller_caches(options, fits)
     if options.parallel > 1:
-        slots = _largest(1, options.parallel - 1, 1, lambda n: fits(_with(options, parallel=n)))
+        slots = _largest(1, options.parallel - 1, lambda n: fits(_with(options, parallel=n)))
         if slots:
             yield Remedy(
                 text=f"Serve fewer sequences: --parallel {slots}.",
@@ -161,7 +161,6 @@ def _smaller_caches(options: PlanOptions, fits: Callable[[PlanOptions], bool]) -
     context = _CONTEXT_STEP * _largest(
         SMALLEST_CONTEXT // _CONTEXT_STEP,
         steps,
-        1,
         lambda n: fits(_with(options, context_tokens=n * _CONTEXT_STEP)),
     )
     if context:
@@ -174,37 +173,33 @@ def _smaller_caches(options: PlanOptions, fits: Callable[[PlanOptions], bool]) -
 def _more_memory(
     cluster: Cluster, options: PlanOptions, fits: Callable[[PlanOptions, Cluster], bool]
 ) -> Iterator[Remedy]:
-    grains = 2**13  # two terabytes
     if options.mode is not PlanMode.SINGLE:
 
-        def fits_with_node(count: int) -> bool:
-            node = assumed_node(cluster, "one more node", count * _GRAIN_BYTES, is_gpu=False)
+        def fits_with_node(size_bytes: int) -> bool:
+            node = assumed_node(cluster, "one more node", size_bytes, is_gpu=False)
             return fits(options, with_nodes(cluster, [node]))
 
-        if count := _smallest(1, grains, fits_with_node):
-            size = format_bytes(count * _GRAIN_BYTES)
-            yield Remedy(text=f"Add one node that offers {size}.")
+        if size := _least_bytes(fits_with_node):
+            yield Remedy(text=f"Add one node that offers {format_bytes(size)}.")
     now = coordinator_offers(cluster, options)[0].available_bytes
 
-    def fits_with_memory(count: int) -> bool:
-        larger = with_coordinator_memory(cluster, now + count * _GRAIN_BYTES)
-        return fits(options, larger)
+    def fits_with_memory(size_bytes: int) -> bool:
+        return fits(options, with_coordinator_memory(cluster, now + size_bytes))
 
-    if count := _smallest(1, grains, fits_with_memory):
-        size = format_bytes(count * _GRAIN_BYTES)
-        yield Remedy(text=f"Give the coordinator {size} more memory.")
+    if size := _least_bytes(fits_with_memory):
+        yield Remedy(text=f"Give the coordinator {format_bytes(size)} more memory.")
 
 
 def _with(options: PlanOptions, **changes: object) -> PlanOptions:
     return options.model_copy(update=changes)
 
 
-def _largest(low: int, high: int, step: int, holds: Callable[[int], bool]) -> int:
+def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
     """Return the largest number from ``low`` to ``high`` that holds, 0 if none: it is monotone."""
     if high < low or not holds(low):
         return 0
     while low < high:
-        middle = (low + high + step) // 2
+        middle = (low + high + 1) // 2
         if holds(middle):
             low = middle
         else:
@@ -212,18 +207,20 @@ def _largest(low: int, high: int, step: int, holds: Callable[[int], bool]) -> in
     return low
 
 
-def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the smallest number from ``low`` to ``high`` that holds, 0 if none."""
-    bound = low
-    while not holds(bound):
-        if bound >= high:
+def _least_bytes(holds: Callable[[int], bool]) -> int:
+    """Return a size with which it holds, at most 2 % above the least; 0 if no size helps."""
+    high = _SMALLEST_SIZE_BYTES
+    while not holds(high):
+        if high >= _LARGEST_SIZE_BYTES:
             return 0
-        low = bound + 1
-        bound = min(bound * 2, high)
-    while low < bound:
-        middle = (low + bound) // 2
+        high *= 2
+    low = high // 2 if high > _SMALLEST_SIZE_BYTES else 0
+    while high - low > high // 64:
+        middle = (low + high) // 2
         if holds(middle):
-            bound = middle
+            high = middle
         else:
-            low = middle + 1
-    return bound
+            low = middle
+    # Rounded up to the three digits that are shown.
+    grain = int(10 ** max(0, len(str(high)) - 3))
+    return -(-high // grain) * grain

@@ -1,93 +1,39 @@
-"""Cover a chain of slots by windows at the least cost: exact, by column generation with HiGHS.
+"""Solve the covering problem: proved bounds on both sides, and an exact search where they differ.
 
-A *slot* is a layer, or the output. A *window* ``[first, last)`` of slots is offered by a *group*
-(interchangeable devices) at a cost; which windows a group can hold is decided before. Wanted is a
-path of windows from slot 0 to the last one that uses each group no more often than it has members.
-
-This is the arc-flow form of the problem: boundaries between slots are nodes, windows are arcs. Its
-linear relaxation is solved over a growing set of columns: those whose reduced cost is negative are
-added until there are none, which proves a bound for all of them. An integer solution over the
-columns found so far gives the other bound. If they are not close, every column whose reduced cost
-is larger than the gap can be dropped for good, and the rest is solved as an integer program.
+1. The bound by counting (see ``bounds``) also names the devices of a nearly best cover; the best
+   orders of these give real covers. Layers are nearly alike, so this mostly proves itself.
+2. Otherwise the arc-flow form, exactly: boundaries between slots are nodes, windows are arcs. Its
+   linear relaxation is solved with HiGHS over a growing set of columns: those whose reduced cost is
+   negative are added until there are none, which proves a bound for all of them. Every window whose
+   reduced cost is larger than the gap can then be dropped for good, and the rest is solved as an
+   integer program.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, combinations, islice
 from typing import Any
 
 import highspy
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
+from linkcpp.planning.bounds import best_in_order, counting_bound
+from linkcpp.planning.problem import Chosen, Floats, Integers, Problem, Solution
 
 # A plan this close to the bound is not worth seconds of search for a better one.
-ACCEPTED_GAP = 0.002
-# Below so many windows the integer program over all of them takes a moment.
-SMALL_POOL = 300
+ACCEPTED_GAP = 0.003
+# Orders are cheap to try, so a better one is looked for until this.
+GOOD_GAP = 0.0005
 _COLUMNS_A_ROUND = 40
 _PROMISING = 300
+_FIRST_MARGIN = 0.01
 _MOST_ROUNDS = 500
-_MOST_TREE_NODES = 20_000
+_MOST_TREE_NODES = 3000
+_MOST_ORDERS = 100
+_MANY_GROUPS = 60
 _TOLERANCE = 1e-7
 _MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Group:
-    """Interchangeable devices and the windows that one of them can hold.
-
-    ``costs`` are milliseconds, ``shared_bytes`` what a window takes of the memory that all groups
-    share (the coordinator's RAM). ``is_host`` marks the coordinator's CPU, which is no device to
-    llama.cpp; ``is_remote`` a device that is reached over a link.
-    """
-
-    members: int
-    first: Integers
-    last: Integers
-    costs: Floats
-    shared_bytes: Integers
-    is_host: bool = False
-    is_remote: bool = False
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What to cover, with what, within which limits.
-
-    ``needs_host`` wants a window on the coordinator's CPU. ``most_devices`` bounds the windows that
-    are not on it, ``least_remote`` the windows behind links.
-    """
-
-    slots: int
-    groups: tuple[Group, ...]
-    shared_budget_bytes: int
-    most_devices: int
-    least_remote: int = 0
-    needs_host: bool = False
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A window of the solution: which group's, and which slots."""
-
-    group: int
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class Solution:
-    """The windows in order, their total cost, and a proved lower bound of any solution's cost."""
-
-    windows: tuple[Chosen, ...]
-    cost: float
-    bound: float
-
-    @property
-    def gap(self) -> float:
-        """How far the cost may be above the optimum, relative to the cost."""
-        return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
 
 
 def solve(problem: Problem, *, below: float = np.inf, any_cover: bool = False) -> Solution | None:
@@ -95,28 +41,129 @@ def solve(problem: Problem, *, below: float = np.inf, any_cover: bool = False) -
 
     With ``any_cover`` the first that is found will do: the question is whether there is one.
     """
+    if len(problem.groups) > _MANY_GROUPS:
+        reduced = _without_useless(problem, below)
+        if reduced is None:
+            return None
+        problem = reduced
+    bound, groups = counting_bound(problem)
+    if bound >= below:
+        return None
+    found = _best_of_orders(problem, groups, bound, any_cover=any_cover)
+    if found is not None and (any_cover or found.gap <= ACCEPTED_GAP):
+        return found
+    return solve_exactly(problem, found, below=below, any_cover=any_cover)
+
+
+def _without_useless(problem: Problem, below: float) -> Problem | None:
+    """Drop every window that is in no cover better than one at hand; ``None`` if none is useful.
+
+    A cover with a window of reduced cost r costs at least the linear relaxation's bound and r.
+    """
+    pool = _Pool(problem)
+    relaxed = _relax(problem, pool) if pool.size else None
+    if relaxed is None or relaxed.bound >= below:
+        return None
+    known = best_in_order(problem, _largest_first(problem), below)
+    if known is not None and _shared_bytes(problem, known) <= problem.shared_budget_bytes:
+        below = known.cost
+    is_useful = relaxed.reduced_costs <= below - relaxed.bound + _TOLERANCE
+    ends = np.append(pool.group_starts, pool.size)
+    starts_of = dict(zip(pool.group[pool.group_starts].tolist(), ends.tolist(), strict=False))
+    groups = []
+    for index, group in enumerate(problem.groups):
+        start = starts_of.get(index, 0)
+        keep = is_useful[start : start + len(group.costs)]
+        groups.append(
+            replace(
+                group,
+                first=group.first[keep],
+                last=group.last[keep],
+                costs=group.costs[keep],
+                shared_bytes=group.shared_bytes[keep],
+            )
+        )
+    return replace(problem, groups=tuple(groups))
+
+
+def _best_of_orders(
+    problem: Problem, groups: list[int], bound: float, *, any_cover: bool
+) -> Solution | None:
+    """Try orders of the devices that the count proposes, then orders of all devices."""
+    largest_first = _largest_first(problem)
+    everything = sorted(largest_first)
+    best: Solution | None = None
+    for order in chain(islice(_neighbours(groups), _MOST_ORDERS), [largest_first, everything]):
+        found = best_in_order(problem, order, best.cost if best else np.inf)
+        if found is not None and _shared_bytes(problem, found) <= problem.shared_budget_bytes:
+            best = replace(found, bound=min(bound, found.cost))
+        if best is not None and (any_cover or best.gap <= GOOD_GAP):
+            break
+        if order is largest_first and best is not None:
+            break
+    return best
+
+
+def _neighbours(start: list[int]) -> Iterator[list[int]]:
+    """The order itself, all that differ by one exchange, then shuffled ones (always the same)."""
+    yield start
+    for left, right in combinations(range(len(start)), 2):
+        order = start.copy()
+        order[left], order[right] = order[right], order[left]
+        yield order
+    shuffle = np.random.default_rng(0)
+    while len(start) > 1:
+        yield [start[index] for index in shuffle.permutation(len(start))]
+
+
+def _largest_first(problem: Problem) -> list[int]:
+    """All groups, as often as each may be used."""
+    capacities = [int((group.last - group.first).max(initial=0)) for group in problem.groups]
+    return [
+        index
+        for index in sorted(range(len(capacities)), key=lambda index: -capacities[index])
+        for _ in range(min(problem.groups[index].members, problem.most_devices))
+    ]
+
+
+def _shared_bytes(problem: Problem, solution: Solution) -> int:
+    total = 0
+    for window in solution.windows:
+        group = problem.groups[window.group]
+        row = (group.first == window.first) & (group.last == window.last)
+        total += int(group.shared_bytes[row][0])
+    return total
+
+
+def solve_exactly(
+    problem: Problem,
+    found: Solution | None = None,
+    *,
+    below: float = np.inf,
+    any_cover: bool = False,
+) -> Solution | None:
+    """Search by linear and integer programming, from a cover that is known already or from none."""
     pool = _Pool(problem)
     if pool.size == 0:
         return None
-    if pool.size <= SMALL_POOL:
-        return _integer(pool, np.arange(pool.size))
     relaxed = _relax(problem, pool)
     if relaxed is None or relaxed.bound >= below:
         return None
-    # The windows that the relaxation likes best almost always contain a good cover.
-    promising = np.argsort(relaxed.reduced_costs, kind="stable")[:_PROMISING]
-    found = _integer(pool, np.sort(promising)) or _integer(pool, relaxed.columns)
     if found is None:
-        return _integer(pool, np.arange(pool.size))
-    found = replace(found, bound=min(relaxed.bound, found.cost))
+        # The windows that the relaxation likes best almost always contain a cover.
+        promising = np.argsort(relaxed.reduced_costs, kind="stable")[:_PROMISING]
+        found = (
+            _integer(pool, np.sort(promising))
+            or _integer(pool, relaxed.columns)
+            or _integer(pool, np.arange(pool.size))
+        )
+        if found is None:
+            return None
+        found = replace(found, bound=relaxed.bound)
+    found = replace(found, bound=min(found.cost, max(found.bound, relaxed.bound)))
     if any_cover or found.gap <= ACCEPTED_GAP:
         return found
-    # No window outside of this set can be part of a cover better than the one at hand.
-    margin = found.cost - relaxed.bound + _TOLERANCE
-    useful = np.flatnonzero(relaxed.reduced_costs <= margin)
-    better = _integer(pool, useful, most_tree_nodes=_MOST_TREE_NODES) or found
-    best = min(found, better, key=lambda solution: solution.cost)
-    return replace(best, bound=max(relaxed.bound, min(better.bound, best.cost)))
+    return _within_margins(pool, relaxed, found)
 
 
 class _Pool:
@@ -233,6 +280,28 @@ def _most_negative(pool: _Pool, reduced: Floats, threshold: float) -> Integers:
     return useful
 
 
+def _within_margins(pool: _Pool, relaxed: _Relaxed, known: Solution) -> Solution:
+    """Solve over windows of small reduced cost, more and more of them, until that proves enough.
+
+    A cover with a window of reduced cost r costs at least the relaxation's bound and r: so the best
+    over all windows up to a margin is the best of all if it lies within that margin.
+    """
+    best = known
+    margin = min(_FIRST_MARGIN * relaxed.bound, known.cost - relaxed.bound) + _TOLERANCE
+    while True:
+        useful = np.flatnonzero(relaxed.reduced_costs <= margin)
+        found = _integer(pool, useful, most_tree_nodes=_MOST_TREE_NODES)
+        if found is not None:
+            best = min(best, found, key=lambda solution: solution.cost)
+            within = min(found.bound, best.cost)
+            proved = min(within, relaxed.bound + margin) if len(useful) < pool.size else within
+            best = replace(best, bound=min(best.cost, max(known.bound, proved)))
+        enough = best.gap <= ACCEPTED_GAP or margin >= best.cost - relaxed.bound
+        if enough or len(useful) == pool.size or (found is None and margin > known.cost):
+            return best
+        margin *= 2
+
+
 def _integer(
     pool: _Pool, columns: Integers, *, most_tree_nodes: int | None = None
 ) -> Solution | None:
@@ -242,7 +311,7 @@ def _integer(
     was found within it.
     """
     solver = _empty(pool)
-    solver.setOptionValue("mip_rel_gap", 1e-7)
+    solver.setOptionValue("mip_rel_gap", ACCEPTED_GAP / 2)
     solver.setOptionValue("mip_abs_gap", 1e-9)
     if most_tree_nodes is not None:
         solver.setOptionValue("mip_max_nodes", most_tree_nodes)
