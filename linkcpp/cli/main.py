@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 a defect of linkcpp, 2 something that the user can mend, 130 interrupted.
 """
 
+import contextlib
 import importlib
 import io
 import os
@@ -128,7 +129,8 @@ def _tell(errors: Console, what: str, text: str) -> None:
     # Text and not markup, line by line printable: it may have names from outside in it.
     lines = (printable(line, _LONGEST_LINE) for line in text.split("\n"))
     style = "bold" if what == "way out" else "bold red"
-    errors.print(Text.assemble((f"{what}: ", style), "\n".join(lines)))
+    with contextlib.suppress(OSError):  # where even that finds no room, the exit code tells
+        errors.print(Text.assemble((f"{what}: ", style), "\n".join(lines)))
 
 
 def _report_defect() -> str:

@@ -36,8 +36,9 @@ def expand_home(path: Path) -> Path:
     try:
         return path.expanduser()
     except RuntimeError as error:
+        name = path.parts[0].removeprefix("~")
         raise LinkcppError(
-            f"There is no home folder for {path.parts[0]}.",
+            f"There is no home folder for {name or 'this user'}.",
             hint="Write the whole path, and set HOME or LINKCPP_HOME where the user has none.",
         ) from error
 
