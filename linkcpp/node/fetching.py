@@ -6,8 +6,8 @@ does not answer any more can be left at once. It prints one ``FetchNews`` a line
 
 import sys
 import threading
-import time
 from pathlib import Path
+from typing import Self
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record, WireRecord
@@ -40,32 +40,44 @@ class FetchNews(WireRecord):
 
 
 class _Reporter:
-    """Counts what was written, from any thread, and prints news now and then."""
+    """Counts what was written, from any thread, and prints news now and then while it is open."""
 
     def __init__(self, files: ModelFiles, file_bytes: int, header_bytes: int) -> None:
         self._files = files
         self._file_bytes = file_bytes
         self._received_bytes = header_bytes
         self._lock = threading.Lock()
-        self._last = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
 
     def add(self, size_bytes: int) -> None:
+        """Count bytes that are in the file now."""
         with self._lock:
             self._received_bytes += size_bytes
-            now = time.monotonic()
-            if now - self._last >= _NEWS_SECONDS:
-                self._last = now
-                self.tell(self._received_bytes)
 
-    def tell(self, received_bytes: int, *, is_done: bool = False) -> None:
-        _print(
-            FetchNews(
-                is_done=is_done,
-                file_bytes=self._file_bytes,
-                received_bytes=received_bytes,
-                transferred_bytes=sum(source.bytes_read for source in self._files.sources),
-            )
+    def news(self) -> FetchNews:
+        """Tell how far it is."""
+        return FetchNews(
+            file_bytes=self._file_bytes,
+            received_bytes=self._received_bytes,
+            transferred_bytes=sum(source.bytes_read for source in self._files.sources),
         )
+
+    def _run(self) -> None:
+        last = None
+        while not self._ended.is_set():
+            if (news := self.news()) != last:
+                _print(news)
+                last = news
+            self._ended.wait(_NEWS_SECONDS)
 
 
 def fetch(config: FetchConfig) -> None:
@@ -94,10 +106,9 @@ def fetch(config: FetchConfig) -> None:
                 hint="Delete slices there, raise the owner's limit (`linkcpp node --slices`), or "
                 "ask for fewer experts.",
             )
-        reporter = _Reporter(files, job.file_bytes, len(job.header))
-        reporter.tell(0)
-        write_slice(files, segments, config.output, reporter.add)
-        reporter.tell(job.file_bytes, is_done=True)
+        with _Reporter(files, job.file_bytes, len(job.header)) as reporter:
+            write_slice(files, segments, config.output, reporter.add)
+        _print(reporter.news().model_copy(update={"is_done": True}))
 
 
 def _print(news: FetchNews) -> None:

@@ -121,7 +121,7 @@ async def agent_process(
 ) -> AsyncIterator[AgentProcess]:
     """Run ``linkcpp node`` with folders of its own in ``home``, and the cluster's token."""
     token, _ = ensure_token()
-    await asyncio.to_thread(home.mkdir, parents=True)
+    await asyncio.to_thread(home.mkdir, parents=True, exist_ok=True)
     output = home / "output.txt"
     port = free_port()
     assert location.rpc_server is not None
