@@ -20,10 +20,11 @@ from linkcpp.launch.llamaserver import LlamaServer
 from linkcpp.launch.records import LaunchRequest
 from linkcpp.launch.rendering import llama_server_command
 from linkcpp.model.inventory import read_inventory
+from linkcpp.model.records import ModelInventory
 from linkcpp.planning.arguments import server_arguments
 from linkcpp.planning.documents import check_plan_model
-from linkcpp.planning.records import Plan
-from linkcpp.planning.shortfall import make_plan
+from linkcpp.planning.records import Plan, PlanMode, PlanOptions
+from linkcpp.planning.shortfall import InfeasibleError, make_plan
 
 
 class Surroundings:
@@ -101,8 +102,8 @@ class Surroundings:
         """
         cluster = await self._cluster()
         remaining = remaining_cluster(self.request.plan, cluster, excluded)
-        inventory = await asyncio.to_thread(read_inventory, self.request.model_path)
-        return await asyncio.to_thread(make_plan, inventory, remaining, self.request.plan.options)
+        inventory = await asyncio.to_thread(read_inventory, self._model_path)
+        return await asyncio.to_thread(plan_again, inventory, remaining, self.request.plan.options)
 
     async def start_llama_server(
         self, plan: Plan, endpoints: Mapping[int, str], on_line: Callable[[str], None]
@@ -132,6 +133,28 @@ class Surroundings:
             log_path=self._folder.engine_log,
             on_line=on_line,
         )
+
+
+def plan_again(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> Plan:
+    """Return the best plan after a failure. Pure.
+
+    A model that was spread over nodes because the user said so is served by fewer nodes than that,
+    or by the coordinator alone, rather than not at all.
+
+    Raises:
+        LinkcppError: it does not fit in any mode; says what the wanted one would need.
+    """
+    try:
+        return make_plan(inventory, cluster, options)
+    except InfeasibleError:
+        if options.mode is not PlanMode.LAYERS:
+            raise
+        anything = options.model_copy(update={"mode": PlanMode.AUTO, "minimum_stages": 1})
+        try:
+            return make_plan(inventory, cluster, anything)
+        except InfeasibleError:
+            pass
+        raise
 
 
 def remaining_cluster(plan: Plan, cluster: Cluster, excluded: Iterable[NodeId]) -> Cluster:

@@ -14,8 +14,8 @@ from linkcpp.node.tunnel import Tunnel
 
 RENEW_SECONDS = 5.0
 PROGRESS_SECONDS = 0.5
-# A node is given up when it was silent for as long as its lease runs anyway.
-SILENCES_FORGIVEN = 2
+# With a pause and a deadline each, a node is given up after about the time that its lease runs.
+SILENCES_FORGIVEN = 1
 
 Emit = Callable[[Event], None]
 
@@ -28,7 +28,7 @@ async def watch_tunnel(tunnel: Tunnel, node: FoundNode) -> None:
     """
     reason = await tunnel.wait_lost()
     raise BrokenError(
-        f"the link to {node.record.name} broke ({reason})",
+        f"the rpc-server on {node.record.name} was lost: {reason}",
         nodes=frozenset({node.record.node_id}),
     )
 

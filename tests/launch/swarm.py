@@ -15,6 +15,7 @@ import httpx
 import psutil
 
 from linkcpp.engine.records import EngineLocation
+from linkcpp.model.inventory import read_inventory
 
 START_SECONDS = 120.0
 PROMPT = "The three most useful things in a kitchen are"
@@ -127,21 +128,11 @@ class Swarm:
     def plan(self, model: Path, *options: str, mode: str = "layers") -> Path:
         """Plan a model over all agents; the coordinator takes little, so that the nodes must."""
         path = self.folder / f"plan-{model.stem}-{len(list(self.folder.glob('plan-*')))}.json"
-        self.run(
-            *(
-                "plan",
-                "--model",
-                str(model),
-                "--mode",
-                mode,
-                "--context",
-                "1024",
-                "--no-mdns",
-                "--min-nodes",
-                str(len(self.agents)),
-            ),
-            *(*self.node_options(), *options, "-o", str(path)),
-        )
+        memory = str(read_inventory(model).embedding_bytes + 64 * 2**20)
+        words = ["plan", "--model", str(model), "--mode", mode, "--context", "1024", "--no-mdns"]
+        if mode == "layers":
+            words += ["--memory", memory, "--min-nodes", str(len(self.agents))]
+        self.run(*words, *self.node_options(), *options, "-o", str(path))
         return path
 
     def launch(self, plan: Path, name: str, *options: str, code: int = 0) -> Done:

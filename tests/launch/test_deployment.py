@@ -134,6 +134,17 @@ def test_a_systemd_unit_runs_this_launch_in_the_foreground(swarm: Swarm, plan: P
     assert f"LINKCPP_HOME={swarm.home}" in unit
 
 
+def test_a_plan_for_one_machine_needs_neither_nodes_nor_a_token(
+    swarm: Swarm, reference: list[Any], tmp_path: Path
+) -> None:
+    alone = swarm.plan(smollm2_path(), mode="single")
+    words = ("launch", str(alone), "--name", "alone", "--port", "0", "--json")
+    state = swarm.run(*words, LINKCPP_TOKEN_FILE=str(tmp_path / "none")).json
+    assert [stage["is_coordinator"] for stage in state["stages"]] == [True]
+    assert tokens(state["api_url"]) == reference
+    swarm.run("stop", "alone")
+
+
 def test_an_api_beyond_loopback_needs_its_key(swarm: Swarm, plan: Path) -> None:
     state = swarm.launch(plan, "open", "--host", "0.0.0.0", "--json").json
     key_file = Path(state["api_key_file"])

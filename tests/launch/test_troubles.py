@@ -147,6 +147,28 @@ def test_ctrl_c_in_the_middle_of_a_launch_leaves_nothing(pair: Swarm, plan: Path
     assert pair.status("halfway")["condition"] == "stopped"
 
 
+def test_a_node_that_dies_while_the_model_loads_is_done_without(pair: Swarm, plan: Path) -> None:
+    pair.start_agents("shed")
+    spread = pair.plan(smollm2_path())
+    launching = pair.start("launch", str(spread), "--name", "dying", "--port", "0", "--no-mdns")
+    state_file = pair.home / "state" / "deployments" / "dying" / "state.json"
+    wait_until(
+        lambda: state_file.exists() and json.loads(state_file.read_text())["llama_server"],
+        launching,
+    )
+    victim = pair.agents.pop("shed")
+    victim.process.kill()
+    victim.process.wait()
+    assert launching.wait(120) == 0
+    state = pair.status("dying")["state"]
+    assert state["excluded_nodes"] == ["shed"]
+    assert {stage["node_name"] for stage in state["stages"] if not stage["is_coordinator"]} == {
+        "attic",
+        "cellar",
+    }
+    pair.run("stop", "dying")
+
+
 @pytest.fixture(scope="module")
 def attached(pair: Swarm, plan: Path) -> Iterator["tuple[subprocess.Popen[bytes], str]"]:
     """A deployment in the foreground, as a service manager runs it."""
