@@ -7,16 +7,18 @@ from pydantic import Field
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.records import Record
 from linkcpp.engine.records import EngineFingerprint
+from linkcpp.model.slices.segments import Segment
 
 SCHEMA_VERSION = 1
 
 
 class PlanMode(StrEnum):
-    """How a model is spread. ``auto`` takes the fastest mode that fits; ``experts`` comes later."""
+    """How a model is spread. ``auto`` takes the faster of ``single`` and ``layers``."""
 
     AUTO = "auto"
     SINGLE = "single"
     LAYERS = "layers"
+    EXPERTS = "experts"
 
 
 class CacheType(StrEnum):
@@ -42,6 +44,7 @@ class PlanOptions(Record):
     over at least so many devices of nodes, or all that there are if fewer (mode ``layers`` only).
     ``checkpoint_count`` is how many snapshots of the recurrent state and of sliding windows
     llama-server keeps for each slot, so that a chat's next turn need not read the whole prompt.
+    ``replicas`` is how many holders each expert should have (mode ``experts`` only).
     """
 
     mode: PlanMode = PlanMode.AUTO
@@ -54,6 +57,7 @@ class PlanOptions(Record):
     reserve_bytes: int | None = Field(default=None, ge=0)
     minimum_stages: int = Field(default=1, ge=1)
     checkpoint_count: int = Field(default=4, ge=0)
+    replicas: int = Field(default=1, ge=1)
     repack: bool = False
 
 
@@ -118,6 +122,23 @@ class Stage(Record):
         return self.layer_count + self.holds_output
 
 
+class ExpertShare(Record):
+    """The experts that one device of one node computes (mode ``experts``).
+
+    ``memory.weight_bytes`` is the sum of the share's slabs, which is also what the node fetches
+    besides a header. ``compute_ms`` and ``network_ms`` are its expected part of a decoded token.
+    """
+
+    node_id: NodeId
+    node_name: str
+    is_coordinator: bool
+    device: str
+    segments: tuple[Segment, ...]
+    memory: DeviceMemory
+    compute_ms: float = 0.0
+    network_ms: float = 0.0
+
+
 class Expectation(Record):
     """What the plan predicts for one decoded token, in milliseconds.
 
@@ -137,8 +158,10 @@ class Plan(Record):
     """Who holds what. Everything on a command line that concerns placement derives from this.
 
     ``coordinator_memory`` is what the coordinator's RAM holds in total (input embeddings, its CPU
-    window, experts kept in RAM). ``node_urls`` are hints for every node that the plan could have
-    used; a node is found again by its id. ``reason`` says in words why this placement was taken.
+    window, experts kept in RAM). In mode ``experts`` the one stage is the backbone, and
+    ``expert_shares`` say who computes which experts. ``node_urls`` are hints for every node that
+    the plan could have used; a node is found again by its id. ``reason`` says in words why this
+    placement was taken.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -149,6 +172,7 @@ class Plan(Record):
     coordinator_name: str
     engine: EngineFingerprint
     stages: tuple[Stage, ...]
+    expert_shares: tuple[ExpertShare, ...] = ()
     coordinator_memory: DeviceMemory
     node_urls: dict[NodeId, tuple[str, ...]]
     expectation: Expectation
