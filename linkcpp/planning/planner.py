@@ -219,10 +219,9 @@ def _reason(
     if options.mode is not PlanMode.AUTO:
         return f"mode {mode} was asked for; this is its fastest placement"
     if len(times) > 1:
-        other = next(kind for kind in times if kind is not mode)
         return (
-            f"{mode} takes {times[mode]:.2f} ms a token, the best placement with "
-            f"{other} {times[other]:.2f} ms"
+            f"on the coordinator alone a token takes {times[PlanMode.SINGLE]:.2f} ms, spread over "
+            f"nodes {times[PlanMode.LAYERS]:.2f} ms"
         )
     if mode is PlanMode.SINGLE and not has_nodes:
         return "the coordinator holds the whole model, and there were no nodes to use"

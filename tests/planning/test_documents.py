@@ -1,0 +1,113 @@
+"""Plan files, and whether a plan suits a model and nodes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from linkcpp.cli.plan_files import load_plan, save_plan
+from linkcpp.cluster.discovery import Discovery
+from linkcpp.cluster.records import NodeStatus
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.resources import resource_folder
+from linkcpp.model.presets import load_model
+from linkcpp.planning.documents import (
+    check_plan_model,
+    check_plan_nodes,
+    parse_plan,
+    plan_text,
+)
+from linkcpp.planning.records import SCHEMA_VERSION, Plan, PlanMode, PlanOptions
+from linkcpp.planning.shortfall import make_plan
+from tests.planning.clusters import GIGABYTE, cluster, device, node
+
+SMALL = load_model("smollm2")
+ASH = node("ash", device("CPU", 8 * GIGABYTE, 10e9))
+PLAN = make_plan(SMALL, cluster(8 * GIGABYTE, ASH), PlanOptions(mode=PlanMode.LAYERS))
+
+
+def test_a_plan_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    save_plan(PLAN, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == PLAN
+
+
+def test_a_plan_of_a_newer_linkcpp_is_refused_by_name() -> None:
+    data = json.loads(plan_text(PLAN)) | {"schema_version": SCHEMA_VERSION + 1, "more": 1}
+    with pytest.raises(LinkcppError, match="newer linkcpp"):
+        parse_plan(json.dumps(data), source="p.json")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '{"schema_version": "1"}', "[" * 100_000, "\x00"]
+)
+def test_what_is_not_a_plan_is_refused(text: str) -> None:
+    with pytest.raises(LinkcppError, match="not a plan"):
+        parse_plan(text, source="p.json")
+
+
+def test_a_plan_with_a_part_missing_names_it() -> None:
+    data = json.loads(plan_text(PLAN))
+    del data["stages"][0]["memory"]["kv_bytes"]
+    with pytest.raises(LinkcppError, match=r"stages\.0\.memory\.kv_bytes"):
+        parse_plan(json.dumps(data), source="p.json")
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_crash_the_reader(content: bytes) -> None:
+    with pytest.raises(LinkcppError):
+        parse_plan(content, source="p.json")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LinkcppError, match=r"nothing\.json"):
+        load_plan(tmp_path / "nothing.json")
+
+
+def with_digest(plan: Plan, digest: str | None) -> Plan:
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"digest": digest})})
+
+
+def test_a_plan_for_another_model_is_refused_by_name() -> None:
+    planned = with_digest(PLAN, "0" * 64)
+    same = SMALL.model_copy(update={"digest": "0" * 64})
+    other = SMALL.model_copy(update={"digest": "1" * 64, "name": "Another"})
+    check_plan_model(planned, same)
+    with pytest.raises(LinkcppError, match="Another"):
+        check_plan_model(planned, other)
+
+
+def test_a_plan_from_a_preset_wants_a_file_of_its_shape() -> None:
+    assert PLAN.model.digest is None
+    check_plan_model(PLAN, SMALL.model_copy(update={"digest": "2" * 64}))
+    with pytest.raises(LinkcppError, match="preset"):
+        check_plan_model(PLAN, load_model("30B-A3B"))
+
+
+def test_a_plan_for_other_nodes_is_refused_by_name() -> None:
+    check_plan_nodes(PLAN, [ASH])
+    with pytest.raises(LinkcppError, match="ash, which was not found"):
+        check_plan_nodes(PLAN, [node("birch", device("CPU", 8 * GIGABYTE))])
+    with pytest.raises(LinkcppError, match="not ready: a reason"):
+        check_plan_nodes(
+            PLAN, [node("ash", device("CPU", 8 * GIGABYTE), status=NodeStatus.ENGINE_PROBLEM)]
+        )
+    with pytest.raises(LinkcppError, match="no device CPU"):
+        check_plan_nodes(PLAN, [node("ash", device("CUDA0", 8 * GIGABYTE))])
+    with pytest.raises(LinkcppError, match="offers 1,000 bytes"):
+        check_plan_nodes(PLAN, [node("ash", device("CPU", 1000))])
+
+
+EXAMPLES = resource_folder("plans") / "examples"
+
+
+@pytest.mark.parametrize("name", ["122b-at-home.json", "30b-a3b-at-home.json"])
+def test_an_example_plan_is_what_the_planner_makes_of_the_example_nodes(name: str) -> None:
+    plan = load_plan(EXAMPLES / name)
+    model = load_model(plan.model.source.removeprefix("preset "))
+    check_plan_model(plan, model)
+    where = Discovery.model_validate_json((EXAMPLES / "home-nodes.json").read_bytes()).cluster
+    check_plan_nodes(plan, where.nodes)
+    again = make_plan(model, where, plan.options)
+    assert again.stages == plan.stages

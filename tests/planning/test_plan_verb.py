@@ -1,0 +1,103 @@
+"""``linkcpp plan``: a table for people, JSON for programs, a way out where nothing fits."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from linkcpp.cli.plan import app
+from linkcpp.cli.plan_files import load_plan
+from linkcpp.cluster.discovery import Discovery
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.resources import resource_folder
+from linkcpp.engine.records import EngineLocation
+from linkcpp.planning.records import Plan, PlanMode
+from tests.planning.clusters import GIGABYTE, cluster, device, node
+
+WIDE = {"COLUMNS": "160"}
+
+
+@pytest.fixture
+def saved_nodes(tmp_path: Path) -> Path:
+    where = cluster(26 * GIGABYTE, node("ash", device("CPU", 60 * GIGABYTE, 30e9)))
+    path = tmp_path / "nodes.json"
+    found = Discovery(coordinator=where.coordinator, nodes=where.nodes, notes=())
+    path.write_text(found.model_dump_json())
+    return path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env=WIDE)
+
+
+def test_it_shows_who_holds_what_and_writes_the_plan(saved_nodes: Path, tmp_path: Path) -> None:
+    output = tmp_path / "p.json"
+    result = run("--model", "122B", "--nodes", str(saved_nodes), "-o", str(output))
+    assert result.exit_code == 0, result.output
+    plan = load_plan(output)
+    assert {stage.node_name for stage in plan.stages} == {"here", "ash"}
+    for told in ("here (here)", "ash", "ms a token", "Mode layers", f"linkcpp launch {output}"):
+        assert told in result.stdout
+
+
+def test_it_explains_memory_and_time(saved_nodes: Path) -> None:
+    result = run("--model", "122B", "--nodes", str(saved_nodes), "--explain")
+    assert result.exit_code == 0, result.output
+    for told in ("weights", "snapshots", "reserved", "Time of one token", "Proved", "Why:"):
+        assert told in result.stdout
+
+
+def test_json_is_the_plan_and_nothing_else(saved_nodes: Path) -> None:
+    result = run("--model", "122B", "--nodes", str(saved_nodes), "--json", "--mode", "layers")
+    plan = Plan.model_validate(json.loads(result.stdout))
+    assert plan.mode is PlanMode.LAYERS
+
+
+def test_what_does_not_fit_is_told_with_ways_out(saved_nodes: Path) -> None:
+    result = run("--model", "deepseek-v3", "--nodes", str(saved_nodes))
+    assert isinstance(result.exception, LinkcppError)
+    assert "short" in result.exception.message
+    assert "Add one node" in (result.exception.hint or "")
+    data = json.loads(run("--model", "deepseek-v3", "--nodes", str(saved_nodes), "--json").stdout)
+    assert data["shortfalls"][0]["needed_bytes"] > data["shortfalls"][0]["available_bytes"]
+
+
+def test_machines_that_are_not_there_can_be_assumed(saved_nodes: Path) -> None:
+    arguments = ("--model", "deepseek-v3", "--nodes", str(saved_nodes), "--assume", "8x48GB@gpu")
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "assumed 48GB gpu" in result.stdout
+    wrong = run("--model", "122B", "--nodes", str(saved_nodes), "--assume", "many")
+    assert isinstance(wrong.exception, LinkcppError)
+
+
+def test_the_coordinator_uses_no_more_than_it_may(saved_nodes: Path) -> None:
+    arguments = ("--model", "122B", "--nodes", str(saved_nodes), "--memory", "25GB", "--json")
+    plan = Plan.model_validate(json.loads(run(*arguments).stdout))
+    assert plan.coordinator_memory.available_bytes == 25 * GIGABYTE
+    assert plan.coordinator_memory.used_bytes < 25 * GIGABYTE
+
+
+def test_a_file_that_is_no_list_of_nodes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"nodes": 3}')
+    result = run("--model", "122B", "--nodes", str(path))
+    assert isinstance(result.exception, LinkcppError)
+    assert "not a saved discovery" in result.exception.message
+
+
+def test_the_example_nodes_plan_a_large_model() -> None:
+    nodes = resource_folder("plans") / "examples" / "home-nodes.json"
+    result = run("--model", "122B", "--nodes", str(nodes))
+    assert result.exit_code == 0, result.output
+
+
+def test_one_machine_needs_no_token(
+    stock_engine: EngineLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stock_engine.llama_server is not None
+    monkeypatch.setenv("LINKCPP_ENGINE", str(stock_engine.llama_server.parent))
+    result = run("--model", "smollm2", "--memory", "2GB")
+    assert result.exit_code == 0, result.output
+    assert "Mode single" in result.stdout
