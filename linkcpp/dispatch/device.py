@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from linkcpp.dispatch.program import (
 from linkcpp.dispatch.swarm import Job, Swarm
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.ops import OpTable
-from linkcpp.engine.rpc_socket import RpcSocket, send_all
+from linkcpp.engine.rpc_socket import RpcSocket, limit_sending, send_all
 from linkcpp.engine.wire import (
     Buffer,
     Command,
@@ -165,6 +166,14 @@ class VirtualDevice:
             client.close()
 
 
+class _Placed(NamedTuple):
+    """A tensor of a client: its record for the backing server, its address for the client."""
+
+    record: bytes
+    data: int
+    span_bytes: int
+
+
 class Session:
     """One client and what it allocated."""
 
@@ -174,8 +183,7 @@ class Session:
         self._parser = RequestParser(None, _LIMITS)
         self._memory = VirtualMemory(device.backing)
         self._programs: OrderedDict[bytes, Program] = OrderedDict()
-        # Tensor records as they come, and with the backing server's addresses.
-        self._records: dict[bytes, bytes] = {}
+        self._records: dict[bytes, _Placed | None] = {}
         self._replies: list[Buffer] = []
         self._reply_bytes = 0
         self._program: Program | None = None
@@ -209,7 +217,7 @@ class Session:
             OSError: it broke off or stalls.
             LinkcppError: it asked for what cannot be.
         """
-        self._socket.settimeout(None)
+        limit_sending(self._socket, _STALL_SECONDS)
         while data := self._socket.recv(_READ_BYTES):
             events: list[Event] = list(self._events(data))
             with self._device.lock:
@@ -256,9 +264,7 @@ class Session:
         if not self._replies:
             return
         replies, self._replies, self._reply_bytes = self._replies, [], 0
-        self._socket.settimeout(_STALL_SECONDS)
         send_all(self._socket, replies)
-        self._socket.settimeout(None)
 
     def _fixed(self, command: Command) -> bytes:
         return self._device.fixed_answers[command]
@@ -327,53 +333,60 @@ class Session:
         )
         self._reply(self._device.backing.call(Command.GET_ALLOC_SIZE, real))
 
-    def _record(self, record: bytes) -> bytes:
-        """Return a tensor record with the backing server's address, its bounds checked."""
-        real = self._records.get(record)
-        if real is None:
-            fields = tensor_fields(record)
-            if not fields.buffer:
-                raise RequestError("A tensor has no buffer.")
+    def _place(self, record: bytes) -> "_Placed | None":
+        """Look a tensor up by its record; ``None`` for an expert's weight, which is nowhere."""
+        if record in self._records:
+            return self._records[record]
+        fields = tensor_fields(record)
+        if not fields.buffer:
+            raise RequestError("A tensor has no buffer.")
+        placed = None
+        if expert_owner(fields.name) is None:
             real = with_address(record, self._memory.locate(fields))
-            if len(self._records) >= _MOST_RECORDS:
-                self._records.clear()
-            self._records[record] = real
-        return real
+            placed = _Placed(real, fields.data, fields.span_bytes)
+        else:
+            self._memory.drop(fields.buffer)
+        if len(self._records) >= _MOST_RECORDS:
+            self._records.clear()
+        self._records[record] = placed
+        return placed
+
+    def _place_part(self, record: bytes, offset: int, size_bytes: int) -> "_Placed | None":
+        """Look a tensor up of which a part is used."""
+        placed = self._place(record)
+        if placed is not None and offset + size_bytes > placed.span_bytes:
+            raise RequestError("A request reaches past the end of its tensor.")
+        return placed
+
+    def _place_whole(self, record: bytes) -> "_Placed":
+        """Look a tensor up that must not be an expert's weight."""
+        placed = self._place(record)
+        if placed is None:
+            raise RequestError("The weights of experts cannot be read back or copied.")
+        return placed
 
     def _init_tensor(self, payload: memoryview) -> None:
-        record = bytes(payload)
-        if not self._is_expert(record, 0):
-            real = self._record(record)
-            self._device.backing.call(Command.INIT_TENSOR, real)
+        placed = self._place(bytes(payload))
+        if placed is not None:
+            self._device.backing.call(Command.INIT_TENSOR, placed.record)
         self._acknowledge(Command.INIT_TENSOR)
-
-    def _is_expert(self, record: bytes, size_bytes: int) -> bool:
-        """Whether a tensor is an expert's weight, whose bytes are dropped."""
-        fields = tensor_fields(record)
-        if expert_owner(fields.name) is None:
-            return False
-        self._memory.drop(fields.buffer)
-        self._device.counters.dropped_bytes += size_bytes
-        return True
 
     def _set_tensor(self, payload: memoryview) -> None:
         dialect = self._device.backing.dialect
         head = messages.parse_set_tensor_head(dialect, payload)
         size_bytes = len(payload) - dialect.set_tensor_head_bytes
-        if self._is_expert(head.tensor, size_bytes):
+        placed = self._place_part(head.tensor, head.offset, size_bytes)
+        if placed is None:
+            self._device.counters.dropped_bytes += size_bytes
             return
         data = bytes(payload[dialect.set_tensor_head_bytes :])
-        fields = tensor_fields(head.tensor)
-        end = head.offset + size_bytes
-        if end > fields.span_bytes:
-            raise RequestError("SET_TENSOR reaches past the end of its tensor.")
         real = messages.build_set_tensor_head(
-            dialect, messages.SetTensor(self._record(head.tensor), head.offset, False)
+            dialect, messages.SetTensor(placed.record, head.offset, False)
         )
         self._device.backing.queue(
             request_header(Command.SET_TENSOR, len(real) + size_bytes), real, data
         )
-        self._remember(fields.data + head.offset, data)
+        self._remember(placed.data + head.offset, data)
 
     def _remember(self, address: int, data: bytes) -> None:
         """Keep what is at an address; anything that it overlaps is no longer known."""
@@ -385,28 +398,24 @@ class Session:
             self._known[address] = data
 
     def _set_tensor_hash(self, payload: memoryview) -> None:
-        request = messages.TENSOR_HASH.parse(payload)
-        is_expert = self._is_expert(request.tensor, 0)
+        is_expert = self._place(messages.TENSOR_HASH.parse(payload).tensor) is None
         # Of anything else nothing is known by its hash, so it will be sent.
         self._reply(messages.RESULT.build(messages.Result(int(is_expert))))
 
     def _memset_tensor(self, payload: memoryview) -> None:
         request = messages.MEMSET_TENSOR.parse(payload)
         self._known.clear()
-        if self._is_expert(request.tensor, 0):
-            return
-        if request.offset + request.size_bytes > tensor_fields(request.tensor).span_bytes:
-            raise RequestError("MEMSET_TENSOR reaches past the end of its tensor.")
-        real = messages.MemsetTensor(self._record(request.tensor), *request[1:])
-        self._device.backing.call(Command.MEMSET_TENSOR, messages.MEMSET_TENSOR.build(real))
+        placed = self._place_part(request.tensor, request.offset, request.size_bytes)
+        if placed is not None:
+            real = messages.MEMSET_TENSOR.build(messages.MemsetTensor(placed.record, *request[1:]))
+            self._device.backing.call(Command.MEMSET_TENSOR, real)
 
     def _get_tensor(self, payload: memoryview) -> None:
         request = messages.GET_TENSOR.parse(payload)
-        if self._is_expert(request.tensor, 0):
-            raise RequestError("The weights of experts cannot be read back.")
-        if request.offset + request.size_bytes > tensor_fields(request.tensor).span_bytes:
+        placed = self._place_whole(request.tensor)
+        if request.offset + request.size_bytes > placed.span_bytes:
             raise RequestError("GET_TENSOR reaches past the end of its tensor.")
-        real = messages.GetTensor(self._record(request.tensor), request.offset, request.size_bytes)
+        real = messages.GetTensor(placed.record, request.offset, request.size_bytes)
         backing = self._device.backing
         backing.queue(encode_request(Command.GET_TENSOR, messages.GET_TENSOR.build(real)))
         self._reply(backing.receive(request.size_bytes))
@@ -414,9 +423,10 @@ class Session:
     def _copy_tensor(self, payload: memoryview) -> None:
         request = messages.COPY_TENSOR.parse(payload)
         self._known.clear()
-        if self._is_expert(request.source, 0) or self._is_expert(request.destination, 0):
-            raise RequestError("The weights of experts cannot be copied.")
-        real = messages.CopyTensor(self._record(request.source), self._record(request.destination))
+        real = messages.CopyTensor(
+            self._place_whole(request.source).record,
+            self._place_whole(request.destination).record,
+        )
         answer = self._device.backing.call(Command.COPY_TENSOR, messages.COPY_TENSOR.build(real))
         self._reply(answer)
 

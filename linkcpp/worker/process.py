@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import signal
 import socket
@@ -167,6 +168,8 @@ def _check(server: RunningRpcServer) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run a worker from a file with its configuration as JSON (``python -m linkcpp.worker``)."""
+    # What the hot path makes has no cycles; looking for them in the middle of a token costs it.
+    gc.set_threshold(200_000, 20, 20)
     try:
         config = WorkerConfig.model_validate(json.loads(Path(arguments[0]).read_bytes()))
         asyncio.run(run_worker(config, lambda line: print(line, flush=True)))
