@@ -22,11 +22,8 @@ MAGIC = b"LCFR"
 VERSION = 1
 HEADER = struct.Struct("<4sBBHII")
 HEADER_BYTES = HEADER.size
-TOKEN_BYTES = 256
 _COMPUTE = struct.Struct("<IIIIIBBH")
-COMPUTE_HEAD_BYTES = _COMPUTE.size
 _ROWS = struct.Struct("<IIIBxxx")
-ROWS_HEAD_BYTES = _ROWS.size
 _CHAIN_HEAD = struct.Struct("<I")
 _ERROR = struct.Struct("<HH")
 _SENTENCE_BYTES = 1000
@@ -95,10 +92,7 @@ class FrameError(LinkcppError):
 
 
 class Limits(WireRecord):
-    """What one frame may ask for.
-
-    ``frame_bytes`` bounds any payload; ``rows`` and ``pairs`` those of one COMPUTE.
-    """
+    """What one frame may ask for: ``rows`` and ``pairs`` are those of one COMPUTE."""
 
     frame_bytes: int = 256 * 2**20
     rows: int = 1 << 16
@@ -299,12 +293,9 @@ def parse_compute_head(payload: Buffer, limits: Limits) -> ComputeHead:
             f"{rows} rows and {pairs} pairs are beyond the limits of {limits.rows} "
             f"and {limits.pairs}.",
         )
-    if not pairs or not rows:
-        raise FrameError(ErrorCode.BAD_PAYLOAD, "COMPUTE has no pairs or no rows.")
-    try:
-        types = DataType(row_type), DataType(answer_type)
-    except ValueError as error:
-        raise FrameError(ErrorCode.BAD_PAYLOAD, f"There is no such type: {error}.") from error
+    if not pairs or not rows or max(row_type, answer_type) > DataType.F16:
+        raise FrameError(ErrorCode.BAD_PAYLOAD, "COMPUTE has no pairs, no rows, or unknown types.")
+    types = DataType(row_type), DataType(answer_type)
     return ComputeHead(chain_id, layer, rows, pairs, width, *types, inputs)
 
 
@@ -350,10 +341,7 @@ def parse_compute(payload: Buffer, head: ComputeHead, chain: KeyedChain) -> Comp
 def pack_rows(
     rows: Buffer, shape: tuple[int, int], compute_us: int, kind: DataType
 ) -> list[Buffer]:
-    """Write the payload of ROWS, as buffers to be sent one after the other.
-
-    ``rows`` are f32 bytes of ``shape`` (pairs, width); ``compute_us`` is what the engine needed.
-    """
+    """Write the payload of ROWS in parts; ``rows`` are f32 bytes of ``shape`` (pairs, width)."""
     data = rows
     if kind != DataType.F32:
         with np.errstate(over="ignore"):

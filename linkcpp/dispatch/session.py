@@ -1,0 +1,366 @@
+"""One client of the virtual device: its requests, its memory, its graphs."""
+
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from linkcpp.dispatch.memory import (
+    RequestError,
+    VirtualMemory,
+    tensor_fields,
+    with_address,
+    without_address,
+)
+from linkcpp.dispatch.program import (
+    Binder,
+    BoundCall,
+    Program,
+    compile_program,
+    expert_owner,
+    read_inputs,
+)
+from linkcpp.dispatch.swarm import Job
+from linkcpp.engine import wire_messages as messages
+from linkcpp.engine.rpc_socket import limit_sending, send_all
+from linkcpp.engine.wire import (
+    Buffer,
+    Command,
+    Event,
+    Limits,
+    Message,
+    RequestParser,
+    WireError,
+    answer_header,
+    encode_answer,
+    encode_request,
+    request_header,
+)
+
+if TYPE_CHECKING:
+    from linkcpp.dispatch.device import VirtualDevice
+
+_READ_BYTES = 1 << 18
+_MOST_PROGRAMS = 4096
+_MOST_RECORDS = 8192
+_MOST_KNOWN = 64
+_STALL_SECONDS = 60.0
+_REPLY_BYTES = 1 << 22
+_LIMITS = Limits(set_tensor_bytes=1 << 30, graph_bytes=1 << 26)
+
+
+class _Placed(NamedTuple):
+    """A tensor of a client: its record for the backing server, its address for the client."""
+
+    record: bytes
+    data: int
+    span_bytes: int
+
+
+class Session:
+    """One client and what it allocated."""
+
+    def __init__(self, device: "VirtualDevice", client: socket.socket) -> None:
+        self._device = device
+        self._socket = client
+        self._parser = RequestParser(None, _LIMITS)
+        self._memory = VirtualMemory(device.backing)
+        self._programs: OrderedDict[bytes, Program] = OrderedDict()
+        self._records: dict[bytes, _Placed | None] = {}
+        self._replies: list[Buffer] = []
+        self._reply_bytes = 0
+        self._program: Program | None = None
+        # What this client put where since the last command that is no SET.
+        self._known: dict[int, bytes] = {}
+        self._handlers: dict[Command, Callable[[memoryview], None]] = {
+            Command.HELLO: self._hello,
+            Command.DEVICE_COUNT: lambda _: self._reply(self._fixed(Command.DEVICE_COUNT)),
+            Command.GET_ALIGNMENT: lambda p: self._query(Command.GET_ALIGNMENT, p),
+            Command.GET_MAX_SIZE: lambda p: self._query(Command.GET_MAX_SIZE, p),
+            Command.GET_DEVICE_MEMORY: self._device_memory,
+            Command.ALLOC_BUFFER: self._alloc_buffer,
+            Command.BUFFER_GET_BASE: self._buffer_base,
+            Command.FREE_BUFFER: self._free_buffer,
+            Command.BUFFER_CLEAR: self._clear_buffer,
+            Command.GET_ALLOC_SIZE: self._alloc_size,
+            Command.INIT_TENSOR: self._init_tensor,
+            Command.SET_TENSOR: self._set_tensor,
+            Command.SET_TENSOR_HASH: self._set_tensor_hash,
+            Command.MEMSET_TENSOR: self._memset_tensor,
+            Command.GET_TENSOR: self._get_tensor,
+            Command.COPY_TENSOR: self._copy_tensor,
+            Command.GRAPH_COMPUTE: self._graph_compute,
+            Command.GRAPH_RECOMPUTE: self._graph_recompute,
+        }
+
+    def run(self) -> None:
+        """Serve until the client leaves.
+
+        Raises:
+            OSError: it broke off or stalls.
+            LinkcppError: it asked for what cannot be.
+        """
+        limit_sending(self._socket, _STALL_SECONDS)
+        while data := self._socket.recv(_READ_BYTES):
+            events: list[Event] = list(self._events(data))
+            with self._device.lock:
+                if self._device.failure is not None:
+                    return
+                try:
+                    for event in events:
+                        self._handle(event)
+                    self._device.backing.flush()
+                except WireError as error:
+                    self._device.fail(error)
+                    return
+            self._send_replies()
+
+    def _events(self, data: bytes) -> "list[Event]":
+        try:
+            return list(self._parser.feed(data))
+        except WireError as error:
+            raise RequestError(error.message) from error
+
+    def close(self) -> None:
+        """Free what the client allocated."""
+        device = self._device
+        with device.lock:
+            if device.failure is not None:
+                return
+            try:
+                self._memory.free_all()
+                device.backing.flush()
+            except WireError as error:
+                device.fail(error)
+
+    def _handle(self, event: Event) -> None:
+        assert isinstance(event, Message)  # noqa: S101 - nothing is streamed
+        self._handlers[event.command](event.payload)
+        if self._reply_bytes > _REPLY_BYTES:
+            self._send_replies()
+
+    def _reply(self, payload: Buffer) -> None:
+        self._replies += (answer_header(len(payload)), payload)
+        self._reply_bytes += len(payload) + 8
+
+    def _send_replies(self) -> None:
+        if not self._replies:
+            return
+        replies, self._replies, self._reply_bytes = self._replies, [], 0
+        send_all(self._socket, replies)
+
+    def _fixed(self, command: Command) -> bytes:
+        return self._device.fixed_answers[command]
+
+    def _hello(self, _: memoryview) -> None:
+        self._parser.dialect = self._device.backing.dialect
+        self._reply(self._fixed(Command.HELLO))
+
+    def _query(self, command: Command, payload: memoryview) -> None:
+        self._check_device(messages.DEVICE_INDEX.parse(payload).device)
+        self._reply(self._fixed(command))
+
+    def _check_device(self, device: int) -> None:
+        if device:
+            raise RequestError(f"There is no device {device}.")
+
+    def _device_memory(self, payload: memoryview) -> None:
+        self._check_device(messages.DEVICE_INDEX.parse(payload).device)
+        self._reply(self._device.backing.call(Command.GET_DEVICE_MEMORY, payload))
+
+    def _alloc_buffer(self, payload: memoryview) -> None:
+        request = messages.ALLOC_BUFFER.parse(payload)
+        self._check_device(request.device)
+        handle = self._memory.allocate(request.size_bytes)
+        answer = messages.AllocatedBuffer(handle, request.size_bytes)
+        self._reply(messages.ALLOCATED_BUFFER.build(answer))
+
+    def _own(self, payload: memoryview) -> int:
+        handle = messages.BUFFER_POINTER.parse(payload).buffer
+        self._memory.check(handle)
+        return handle
+
+    def _buffer_base(self, payload: memoryview) -> None:
+        self._reply(messages.NUMBER.build(messages.Number(self._own(payload))))
+
+    def _free_buffer(self, payload: memoryview) -> None:
+        handle = self._own(payload)
+        self._known.clear()
+        self._programs.clear()
+        self._program = None
+        self._records.clear()
+        self._memory.free(handle)
+        self._acknowledge(Command.FREE_BUFFER)
+
+    def _clear_buffer(self, payload: memoryview) -> None:
+        request = messages.BUFFER_CLEAR.parse(payload)
+        self._known.clear()
+        place = self._memory.real(self._own(payload[:8]))
+        real = messages.BUFFER_CLEAR.build(messages.BufferClear(place.buffer, request.value))
+        self._device.backing.call(Command.BUFFER_CLEAR, real)
+        self._acknowledge(Command.BUFFER_CLEAR)
+
+    def _acknowledge(self, command: Command) -> None:
+        """Answer a command that has an (empty) answer in one of the dialects only."""
+        if self._device.backing.dialect.is_answered(command):
+            self._replies.append(encode_answer())
+
+    def _alloc_size(self, payload: memoryview) -> None:
+        request = messages.GET_ALLOC_SIZE.parse(payload)
+        self._check_device(request.device)
+        tensor_fields(request.tensor)
+        real = messages.GET_ALLOC_SIZE.build(
+            messages.GetAllocSize(
+                0, without_address(request.tensor), without_address(request.sources)
+            )
+        )
+        self._reply(self._device.backing.call(Command.GET_ALLOC_SIZE, real))
+
+    def _place(self, record: bytes) -> "_Placed | None":
+        """Look a tensor up by its record; ``None`` for an expert's weight, which is nowhere."""
+        if record in self._records:
+            return self._records[record]
+        fields = tensor_fields(record)
+        if not fields.buffer:
+            raise RequestError("A tensor has no buffer.")
+        placed = None
+        if expert_owner(fields.name) is None:
+            real = with_address(record, self._memory.locate(fields))
+            placed = _Placed(real, fields.data, fields.span_bytes)
+        else:
+            self._memory.drop(fields.buffer)
+        if len(self._records) >= _MOST_RECORDS:
+            self._records.clear()
+        self._records[record] = placed
+        return placed
+
+    def _place_part(self, record: bytes, offset: int, size_bytes: int) -> "_Placed | None":
+        """Look a tensor up of which a part is used."""
+        placed = self._place(record)
+        if placed is not None and offset + size_bytes > placed.span_bytes:
+            raise RequestError("A request reaches past the end of its tensor.")
+        return placed
+
+    def _place_whole(self, record: bytes) -> "_Placed":
+        """Look a tensor up that must not be an expert's weight."""
+        placed = self._place(record)
+        if placed is None:
+            raise RequestError("The weights of experts cannot be read back or copied.")
+        return placed
+
+    def _init_tensor(self, payload: memoryview) -> None:
+        placed = self._place(bytes(payload))
+        if placed is not None:
+            self._device.backing.call(Command.INIT_TENSOR, placed.record)
+        self._acknowledge(Command.INIT_TENSOR)
+
+    def _set_tensor(self, payload: memoryview) -> None:
+        dialect = self._device.backing.dialect
+        head = messages.parse_set_tensor_head(dialect, payload)
+        size_bytes = len(payload) - dialect.set_tensor_head_bytes
+        placed = self._place_part(head.tensor, head.offset, size_bytes)
+        if placed is None:
+            self._device.counters.dropped_bytes += size_bytes
+            return
+        data = bytes(payload[dialect.set_tensor_head_bytes :])
+        real = messages.build_set_tensor_head(
+            dialect, messages.SetTensor(placed.record, head.offset, False)
+        )
+        self._device.backing.queue(
+            request_header(Command.SET_TENSOR, len(real) + size_bytes), real, data
+        )
+        self._remember(placed.data + head.offset, data)
+
+    def _remember(self, address: int, data: bytes) -> None:
+        """Keep what is at an address; anything that it overlaps is no longer known."""
+        end = address + len(data)
+        for start, old in list(self._known.items()):
+            if start < end and address < start + len(old):
+                del self._known[start]
+        if len(self._known) < _MOST_KNOWN:
+            self._known[address] = data
+
+    def _set_tensor_hash(self, payload: memoryview) -> None:
+        is_expert = self._place(messages.TENSOR_HASH.parse(payload).tensor) is None
+        # Of anything else nothing is known by its hash, so it will be sent.
+        self._reply(messages.RESULT.build(messages.Result(int(is_expert))))
+
+    def _memset_tensor(self, payload: memoryview) -> None:
+        request = messages.MEMSET_TENSOR.parse(payload)
+        self._known.clear()
+        placed = self._place_part(request.tensor, request.offset, request.size_bytes)
+        if placed is not None:
+            real = messages.MEMSET_TENSOR.build(messages.MemsetTensor(placed.record, *request[1:]))
+            self._device.backing.call(Command.MEMSET_TENSOR, real)
+
+    def _get_tensor(self, payload: memoryview) -> None:
+        request = messages.GET_TENSOR.parse(payload)
+        placed = self._place_whole(request.tensor)
+        if request.offset + request.size_bytes > placed.span_bytes:
+            raise RequestError("GET_TENSOR reaches past the end of its tensor.")
+        real = messages.GetTensor(placed.record, request.offset, request.size_bytes)
+        backing = self._device.backing
+        backing.queue(encode_request(Command.GET_TENSOR, messages.GET_TENSOR.build(real)))
+        self._reply(backing.receive(request.size_bytes))
+
+    def _copy_tensor(self, payload: memoryview) -> None:
+        request = messages.COPY_TENSOR.parse(payload)
+        self._known.clear()
+        real = messages.CopyTensor(
+            self._place_whole(request.source).record,
+            self._place_whole(request.destination).record,
+        )
+        answer = self._device.backing.call(Command.COPY_TENSOR, messages.COPY_TENSOR.build(real))
+        self._reply(answer)
+
+    def _graph_compute(self, payload: memoryview) -> None:
+        key = bytes(payload)
+        last = self._program
+        program = last.follower if last is not None else None
+        if program is None or program.payload != key:
+            program = self._programs.get(key) or self._compile(key)
+            if last is not None:
+                last.follower = program
+        self._program = program
+        self._run_program(program)
+
+    def _compile(self, payload: bytes) -> Program:
+        device = self._device
+        binder = Binder(self._memory, device.ops, device.backing.dialect, device.swarm.learn)
+        program = compile_program(payload, binder)
+        device.counters.compiled_count += 1
+        self._programs[payload] = program
+        if len(self._programs) > _MOST_PROGRAMS:
+            self._programs.popitem(last=False)
+        return program
+
+    def _graph_recompute(self, payload: memoryview) -> None:
+        self._check_device(messages.DEVICE_INDEX.parse(payload).device)
+        if self._program is None:
+            raise RequestError("GRAPH_RECOMPUTE came before any graph.")
+        self._run_program(self._program)
+
+    def _run_program(self, program: Program) -> None:
+        known, self._known = self._known, {}
+        self._device.counters.graph_count += 1
+        for step in program.steps:
+            if isinstance(step, BoundCall):
+                self._run_experts(step, known)
+                known = {}
+            else:
+                self._device.backing.queue(step)
+
+    def _run_experts(self, call: BoundCall, known: dict[int, bytes]) -> None:
+        device = self._device
+        began = time.perf_counter()
+        ids, inputs = read_inputs(call, device.backing, known)
+        read = time.perf_counter()
+        job = Job(call.layer, call.chain, ids, inputs)
+        rows = device.swarm.compute(job)
+        done = time.perf_counter()
+        device.counters.read_seconds += read - began
+        device.counters.swarm_seconds += done - read
+        device.backing.queue(call.store_head, np.ascontiguousarray(rows).data.cast("B"))
