@@ -158,10 +158,21 @@ def block_in_kernel(connection: socket.socket, timeout_seconds: float) -> None:
     ``BlockingIOError`` here.
     """
     connection.setblocking(True)
-    whole = int(timeout_seconds)
-    limit = struct.pack("@ll", whole, int((timeout_seconds - whole) * 1e6))
+    limit = _time_limit(timeout_seconds)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def limit_sending(connection: socket.socket, timeout_seconds: float) -> None:
+    """As ``block_in_kernel``, but reads wait for ever."""
+    connection.setblocking(True)
+    limit = _time_limit(timeout_seconds)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def _time_limit(seconds: float) -> bytes:
+    """Write a C ``struct timeval``."""
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))
 
 
 def send_all(connection: socket.socket, parts: Sequence[Buffer]) -> None:
