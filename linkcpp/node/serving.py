@@ -6,6 +6,7 @@ request head in time is dropped, and so are connections beyond a bound.
 
 import asyncio
 import errno
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -95,8 +96,14 @@ class AgentServer(uvicorn.Server):
         yield
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    # uvicorn 0.54 says this of every WebSocket that is refused with a response.
+    return "without completing handshake" not in record.msg
+
+
 def make_server(app: ASGIApp) -> AgentServer:
     """Configure the server; ``serve(sockets=…)`` runs it until ``should_exit``."""
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     config = uvicorn.Config(
         app,
         loop="asyncio",

@@ -3,100 +3,40 @@
 import asyncio
 import contextlib
 import logging
-import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
-from linkcpp.model.header import read_header
-from linkcpp.model.slices.layout import read_slice
-from linkcpp.model.slices.manifest import Manifest, manifest_path, read_manifest
-from linkcpp.model.slices.segments import Segment, merge_segments
-from linkcpp.model.slices.writing import Target
-from linkcpp.model.source import FileSource
+from linkcpp.model.slices.manifest import Manifest, read_manifest
 from linkcpp.node.limits import RefusedError
 from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
 from linkcpp.node.slice_fetch import Fetch
-from linkcpp.node.slice_files import file_pieces, manifest_segments, slab_bytes, slice_id
+from linkcpp.node.slice_files import file_pieces, manifest_segments, slice_id
 from linkcpp.node.slice_receiver import Receiver
+from linkcpp.node.stored_slice import (
+    FILE_NAME,
+    REQUEST_NAME,
+    StoredSlice,
+    allocated_bytes,
+    begin_files,
+    find_slice,
+    finish_files,
+)
 
 # Left free on the disk whatever the owner allows: a full disk stops more than this agent.
 RESERVE_BYTES = 512 * 2**20
 
 _MOST_SLICES = 1024
 _BATCH_BYTES = 2**20
-_FILE_NAME = "slice.gguf"
-_REQUEST_NAME = "request.json"
 _ID = re.compile(r"[0-9a-f]{32}")
 _THERE_OR_FETCHED = (SliceState.READY, SliceState.QUEUED, SliceState.FETCHING)
 
 _log = logging.getLogger(__name__)
-
-
-class StoredSlice:
-    """One slice: a folder with its file, and meanwhile with what it is made from."""
-
-    def __init__(self, name: SliceId, folder: Path) -> None:
-        self.slice_id = name
-        self.folder = folder
-        self.target = Target(folder / _FILE_NAME)
-        self.model_digest = ""
-        self.segments: tuple[Segment, ...] = ()
-        self.state = SliceState.FAILED
-        self.detail: str | None = None
-        self.request: SliceRequest | None = None
-        self.manifest: Manifest | None = None
-        self.receiver: Receiver | None = None
-        self.file_bytes: int | None = None
-        self.received_bytes = 0
-        self.transferred_bytes = 0
-        self.lock = asyncio.Lock()
-        self.user_count = 0
-
-    @property
-    def path(self) -> Path:
-        """The finished file."""
-        return self.target.path
-
-    @property
-    def slab_bytes(self) -> int | None:
-        """What its experts take in memory, once it is ready."""
-        is_ready = self.state is SliceState.READY and self.manifest is not None
-        return slab_bytes(self.manifest) if is_ready and self.manifest else None
-
-    def take_manifest(self, manifest: Manifest) -> None:
-        """Be the slice that a manifest describes."""
-        self.manifest = manifest
-        self.model_digest = manifest.model.digest
-        self.segments = manifest_segments(manifest)
-        self.file_bytes = manifest.file_bytes
-
-    def take_request(self, request: SliceRequest) -> None:
-        """Be the slice that is to be fetched."""
-        self.request = request
-        self.model_digest = request.model_digest
-        self.segments = merge_segments(request.segments)
-
-    def record(self) -> SliceRecord:
-        """Tell how it stands."""
-        return SliceRecord(
-            slice_id=self.slice_id,
-            model_digest=self.model_digest,
-            segments=self.segments,
-            state=self.state,
-            detail=self.detail,
-            file_bytes=self.file_bytes,
-            received_bytes=self.received_bytes,
-            transferred_bytes=self.transferred_bytes,
-            slab_bytes=self.slab_bytes,
-        )
 
 
 class SliceStore:
@@ -122,7 +62,7 @@ class SliceStore:
             return
         for folder in sorted(self._folder.iterdir()):
             if _ID.fullmatch(folder.name) and folder.is_dir():
-                item = _found(folder)
+                item = find_slice(folder)
                 self._slices[item.slice_id] = item
                 if item.state is SliceState.QUEUED:
                     self._start_fetch(item)
@@ -217,9 +157,9 @@ class SliceStore:
             _log.info("%s has a slice fetched (%s)", peer, name)
             item.take_request(request)
             item.manifest = item.receiver = item.file_bytes = None
-            item.received_bytes = _allocated_bytes(item.target.partial)
+            item.received_bytes = allocated_bytes(item.target.partial)
             body = request.model_dump_json()
-            await asyncio.to_thread(write_atomically, item.folder / _REQUEST_NAME, body, mode=0o600)
+            await asyncio.to_thread(write_atomically, item.folder / REQUEST_NAME, body, mode=0o600)
             self._start_fetch(item)
         return item.record()
 
@@ -235,12 +175,12 @@ class SliceStore:
         known = self._slices.get(name)
         if known is not None and known.state is SliceState.READY:
             return known.record()
-        manifest = manifest.model_copy(update={"file_name": _FILE_NAME})
+        manifest = manifest.model_copy(update={"file_name": FILE_NAME})
         is_same = known is not None and known.manifest == manifest
         async with self._changing(name, 0 if is_same else manifest.file_bytes) as item:
             if item.manifest != manifest:
                 _log.info("%s sends a slice (%s)", peer, name)
-                await asyncio.to_thread(_begin_files, item, manifest)
+                await asyncio.to_thread(begin_files, item, manifest)
                 item.take_manifest(manifest)
                 item.request = None
                 item.receiver = await asyncio.to_thread(Receiver, item.target.partial, pieces)
@@ -380,7 +320,7 @@ class SliceStore:
                 _log.warning("the slice %s was not fetched: %s", item.slice_id, error)
                 return
             self._become_ready(item)
-            await asyncio.to_thread((item.folder / _REQUEST_NAME).unlink, missing_ok=True)
+            await asyncio.to_thread((item.folder / REQUEST_NAME).unlink, missing_ok=True)
 
     async def _prepare(self, item: StoredSlice) -> Receiver:
         if item.receiver is None:
@@ -406,7 +346,7 @@ class SliceStore:
 
     async def _finish_upload(self, item: StoredSlice, receiver: Receiver) -> None:
         try:
-            await asyncio.to_thread(_finish_files, item, receiver)
+            await asyncio.to_thread(finish_files, item, receiver)
         except LinkcppError as error:
             item.state, item.detail = SliceState.FAILED, error.message
             item.manifest = item.receiver = None
@@ -420,61 +360,6 @@ class SliceStore:
         item.received_bytes = item.file_bytes or 0
         item.receiver = item.request = None
         _log.info("the slice %s is ready (%s)", item.slice_id, format_bytes(item.received_bytes))
-
-
-def _found(folder: Path) -> StoredSlice:
-    """Read what is in a folder of an earlier agent."""
-    item = StoredSlice(SliceId(folder.name), folder)
-    request = folder / _REQUEST_NAME
-    item.received_bytes = _allocated_bytes(item.path) + _allocated_bytes(item.target.partial)
-    try:
-        if request.exists():
-            item.take_request(SliceRequest.model_validate_json(request.read_bytes()))
-            item.state = SliceState.QUEUED
-            return item
-        item.take_manifest(read_manifest(item.path))
-        if not item.path.exists():
-            item.state = SliceState.RECEIVING
-        elif item.path.stat().st_size == item.file_bytes:
-            item.state = SliceState.READY
-            item.received_bytes = item.file_bytes
-        else:
-            item.detail = "its file was changed"
-    except (OSError, LinkcppError, ValidationError) as error:
-        item.detail = f"what is left of it on the disk is of no use: {error}"
-    return item
-
-
-def _allocated_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_blocks * 512
-    except OSError:
-        return 0
-
-
-def _begin_files(item: StoredSlice, manifest: Manifest) -> None:
-    item.folder.mkdir(parents=True, exist_ok=True)
-    for old in (item.folder / _REQUEST_NAME, item.target.journal, item.target.partial):
-        old.unlink(missing_ok=True)
-    write_atomically(manifest_path(item.path), manifest.model_dump_json() + "\n")
-
-
-def _finish_files(item: StoredSlice, receiver: Receiver) -> None:
-    receiver.sync()
-    with FileSource(item.target.partial) as source:
-        header = read_header(source)
-        described = read_slice("The file that was sent", header)
-    if described is None:
-        raise LinkcppError("The file that was sent is no slice.")
-    digest = str(header.metadata.get("linkcpp.slice.source_digest"))
-    if slice_id(digest, described[0]) != item.slice_id:
-        raise LinkcppError("The file that was sent has other experts than its manifest tells.")
-    item.target.partial.replace(item.path)
-    descriptor = os.open(item.folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _busy() -> RefusedError:

@@ -35,7 +35,8 @@ from linkcpp.node.records import (
     WorkerRecord,
     WorkerRequest,
 )
-from linkcpp.node.slice_store import SliceStore, StoredSlice
+from linkcpp.node.slice_store import SliceStore
+from linkcpp.node.stored_slice import StoredSlice
 from linkcpp.worker.frames import Limits
 from linkcpp.worker.process import READY_PATTERN, WorkerConfig
 

@@ -101,7 +101,7 @@ async def test_every_call_needs_the_token(node: RunningAgent, method: str, path:
 @pytest.mark.parametrize("kind", ["servers", "workers"])
 @pytest.mark.parametrize("token", [None, "x" * 43])
 async def test_a_websocket_without_the_token_is_refused_before_it_opens(
-    node: RunningAgent, token: str | None, kind: str
+    node: RunningAgent, token: str | None, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = node.url.replace("http", "ws") + f"/v1/{kind}/{ID}/bridge"
     headers = bearer(token) if token else {}
@@ -109,6 +109,8 @@ async def test_a_websocket_without_the_token_is_refused_before_it_opens(
         await connect(url, additional_headers=headers, proxy=None)
     assert error.value.response.status_code == 401
     assert ErrorBody.model_validate_json(error.value.response.body or b"").code == "wrong_token"
+    # Strangers must not be able to fill the log with errors.
+    assert not [entry for entry in caplog.records if entry.levelname == "ERROR"]
 
 
 async def test_health_proves_the_token_without_showing_it(node: RunningAgent) -> None:

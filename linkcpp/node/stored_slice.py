@@ -1,0 +1,151 @@
+"""One slice on a node: what is known of it, and its folder on the disk.
+
+The folder has ``slice.gguf`` and its manifest. Until it is whole it has ``request.json`` where the
+agent fetches it (then it goes on by itself after a restart), else the manifest and what has come.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_atomically
+from linkcpp.model.header import read_header
+from linkcpp.model.slices.layout import read_slice
+from linkcpp.model.slices.manifest import Manifest, manifest_path, read_manifest
+from linkcpp.model.slices.segments import Segment, merge_segments
+from linkcpp.model.slices.writing import Target
+from linkcpp.model.source import FileSource
+from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
+from linkcpp.node.slice_files import manifest_segments, slab_bytes, slice_id
+from linkcpp.node.slice_receiver import Receiver
+
+FILE_NAME = "slice.gguf"
+REQUEST_NAME = "request.json"
+
+
+class StoredSlice:
+    """One slice: a folder with its file, and meanwhile with what it is made from."""
+
+    def __init__(self, name: SliceId, folder: Path) -> None:
+        self.slice_id = name
+        self.folder = folder
+        self.target = Target(folder / FILE_NAME)
+        self.model_digest = ""
+        self.segments: tuple[Segment, ...] = ()
+        self.state = SliceState.FAILED
+        self.detail: str | None = None
+        self.request: SliceRequest | None = None
+        self.manifest: Manifest | None = None
+        self.receiver: Receiver | None = None
+        self.file_bytes: int | None = None
+        self.received_bytes = 0
+        self.transferred_bytes = 0
+        self.lock = asyncio.Lock()
+        self.user_count = 0
+
+    @property
+    def path(self) -> Path:
+        """The finished file."""
+        return self.target.path
+
+    @property
+    def slab_bytes(self) -> int | None:
+        """What its experts take in memory, once it is ready."""
+        is_ready = self.state is SliceState.READY and self.manifest is not None
+        return slab_bytes(self.manifest) if is_ready and self.manifest else None
+
+    def take_manifest(self, manifest: Manifest) -> None:
+        """Be the slice that a manifest describes."""
+        self.manifest = manifest
+        self.model_digest = manifest.model.digest
+        self.segments = manifest_segments(manifest)
+        self.file_bytes = manifest.file_bytes
+
+    def take_request(self, request: SliceRequest) -> None:
+        """Be the slice that is to be fetched."""
+        self.request = request
+        self.model_digest = request.model_digest
+        self.segments = merge_segments(request.segments)
+
+    def record(self) -> SliceRecord:
+        """Tell how it stands."""
+        return SliceRecord(
+            slice_id=self.slice_id,
+            model_digest=self.model_digest,
+            segments=self.segments,
+            state=self.state,
+            detail=self.detail,
+            file_bytes=self.file_bytes,
+            received_bytes=self.received_bytes,
+            transferred_bytes=self.transferred_bytes,
+            slab_bytes=self.slab_bytes,
+        )
+
+
+def find_slice(folder: Path) -> StoredSlice:
+    """Read what is in a folder of an earlier agent."""
+    item = StoredSlice(SliceId(folder.name), folder)
+    request = folder / REQUEST_NAME
+    item.received_bytes = allocated_bytes(item.path) + allocated_bytes(item.target.partial)
+    try:
+        if request.exists():
+            item.take_request(SliceRequest.model_validate_json(request.read_bytes()))
+            item.state = SliceState.QUEUED
+            return item
+        item.take_manifest(read_manifest(item.path))
+        if not item.path.exists():
+            item.state = SliceState.RECEIVING
+        elif item.path.stat().st_size == item.file_bytes:
+            item.state = SliceState.READY
+            item.received_bytes = item.file_bytes
+        else:
+            item.detail = "its file was changed"
+    except (OSError, LinkcppError, ValidationError) as error:
+        item.detail = f"what is left of it on the disk is of no use: {error}"
+    return item
+
+
+def allocated_bytes(path: Path) -> int:
+    """Return the room that a file takes on the disk; 0 where there is none."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def begin_files(item: StoredSlice, manifest: Manifest) -> None:
+    """Prepare the folder for a slice that is going to be sent.
+
+    Raises:
+        LinkcppError: it cannot be written.
+    """
+    item.folder.mkdir(parents=True, exist_ok=True)
+    for old in (item.folder / REQUEST_NAME, item.target.journal, item.target.partial):
+        old.unlink(missing_ok=True)
+    write_atomically(manifest_path(item.path), manifest.model_dump_json() + "\n")
+
+
+def finish_files(item: StoredSlice, receiver: Receiver) -> None:
+    """Make a file the slice, if its header says that it is that.
+
+    Raises:
+        LinkcppError: it is another slice, or none.
+    """
+    receiver.sync()
+    with FileSource(item.target.partial) as source:
+        header = read_header(source)
+        described = read_slice("The file that was sent", header)
+    if described is None:
+        raise LinkcppError("The file that was sent is no slice.")
+    digest = str(header.metadata.get("linkcpp.slice.source_digest"))
+    if slice_id(digest, described[0]) != item.slice_id:
+        raise LinkcppError("The file that was sent has other experts than its manifest tells.")
+    item.target.partial.replace(item.path)
+    descriptor = os.open(item.folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

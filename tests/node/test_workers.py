@@ -1,0 +1,409 @@
+"""Expert workers on a node: tokens, leases, memory, bridges that come back, nothing left over."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+
+from linkcpp.common.paths import state_folder
+from linkcpp.engine.records import EngineLocation
+from linkcpp.model.slices.segments import merge_segments
+from linkcpp.node.agent import AgentOptions
+from linkcpp.node.client import NodeClient, NodeRefusedError
+from linkcpp.node.records import (
+    WORKER_SCRATCH_BYTES,
+    BridgeCloseCode,
+    NewWorker,
+    ServerState,
+    SliceId,
+    SliceRecord,
+    WorkerId,
+    WorkerRecord,
+    WorkerRequest,
+)
+from linkcpp.node.worker_tunnel import WorkerTunnel
+from linkcpp.worker.frames import ErrorCode, FrameError
+from tests.model.test_slices import cut
+from tests.node.agents import MEBIBYTE, RunningAgent, agent_process, running_agent
+from tests.node.slices import cut_here, segments
+from tests.support.memory import peak_bytes
+from tests.support.models import qwen35moe
+from tests.support.swarm import Running
+from tests.worker.test_worker import WIDTH, Peer
+
+HELD = ((0, 0, 7), (1, 0, 3))
+ROWS = np.random.default_rng(5).standard_normal((6, WIDTH)).astype(np.float32)
+
+
+@pytest.fixture
+async def node(stock_engine: EngineLocation) -> AsyncIterator[RunningAgent]:
+    async with running_agent(stock_engine) as running:
+        yield running
+
+
+async def send(node: RunningAgent, folder: Path, *ranges: tuple[int, int, int]) -> SliceRecord:
+    return await node.client.send_slice((await asyncio.to_thread(cut_here, folder, *ranges)).path)
+
+
+def request(*slices: SliceRecord, **options: object) -> WorkerRequest:
+    fields = {
+        "deployment": "test",
+        "slice_ids": [item.slice_id for item in slices],
+        "device": "CPU",
+        "threads": 1,
+        "lease_seconds": 60.0,
+        **options,
+    }
+    return WorkerRequest.model_validate(fields)
+
+
+async def a_worker(node: RunningAgent, *slices: SliceRecord, **options: object) -> NewWorker:
+    made = await node.client.create_worker(request(*slices, **options))
+    assert made.worker.state is ServerState.STARTING
+    ready = await node.client.wait_worker(made.worker.worker_id)
+    return made.model_copy(update={"worker": ready})
+
+
+def peer_at(port: int, token: str) -> Peer:
+    # A peer looks at the port only.
+    running = Running.__new__(Running)
+    running.ports = (port,)
+    return Peer(running, token)
+
+
+def compute(
+    port: int, token: str, index: list[int], experts: list[int], layer: int = 0
+) -> npt.NDArray[np.float32]:
+    with peer_at(port, token) as peer:
+        peer.teach()
+        return peer.compute(ROWS, index, experts, layer)
+
+
+async def ask(port: int, token: str, experts: list[int], layer: int = 0) -> npt.NDArray[np.float32]:
+    index = [number % len(ROWS) for number in range(len(experts))]
+    return await asyncio.to_thread(compute, port, token, index, experts, layer)
+
+
+async def until(
+    node: RunningAgent, worker_id: WorkerId, is_so: Callable[[WorkerRecord], bool]
+) -> WorkerRecord:
+    while True:
+        now = await node.client.worker(worker_id)
+        if is_so(now):
+            return now
+        await asyncio.sleep(0.02)
+
+
+def rpc_server_of(node: RunningAgent, worker: WorkerRecord) -> psutil.Process:
+    process = node.agent.workers.get(worker.worker_id).process
+    assert process is not None
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if "rpc-server" in child.name():
+            return child
+    raise AssertionError("the worker has no rpc-server")
+
+
+async def test_rows_through_tunnel_and_bridge_are_those_of_the_worker_to_the_bit(
+    engine: EngineLocation, tmp_path: Path
+) -> None:
+    experts = [0, 3, 5, 7, 2, 2]
+    async with running_agent(engine) as node:
+        made = await a_worker(node, await send(node, tmp_path, *HELD))
+        record = made.worker
+        assert record.segments == segments(*HELD)
+        assert record.memory_bytes == record.slab_bytes + WORKER_SCRATCH_BYTES
+        direct = await ask(node.agent.workers.get(record.worker_id).port, made.token, experts)
+        assert np.abs(direct).sum() > 0
+        async with await WorkerTunnel.open(node.client, record.worker_id) as tunnel:
+            assert (await ask(tunnel.port, made.token, experts) == direct).all()
+            assert (await ask(tunnel.port, made.token, [1, 0], layer=1)).shape == (2, WIDTH)
+            assert tunnel.sent_bytes > ROWS.nbytes
+            assert tunnel.received_bytes > direct.nbytes
+            assert (await node.client.worker(record.worker_id)).bridge_count == 1
+            # A check beside the compute link has a tunnel of its own.
+            async with await WorkerTunnel.open(node.client, record.worker_id) as other:
+                both = await asyncio.gather(
+                    ask(tunnel.port, made.token, experts), ask(other.port, made.token, experts)
+                )
+                assert all((rows == direct).all() for rows in both)
+        await until(node, record.worker_id, lambda now: now.bridge_count == 0)
+
+
+async def test_two_workers_of_one_node_hold_each_their_slices(
+    node: RunningAgent, tmp_path: Path
+) -> None:
+    low = await send(node, tmp_path, (0, 0, 3))
+    high = await send(node, tmp_path, (0, 4, 7))
+    alone = await a_worker(node, low)
+    joined = await a_worker(node, high, low)
+    workers = node.agent.workers
+    ports = [workers.get(made.worker.worker_id).port for made in (alone, joined)]
+    assert joined.worker.segments == merge_segments(segments((0, 0, 7)))
+    assert joined.worker.slab_bytes == 2 * alone.worker.slab_bytes
+    assert (
+        await ask(ports[0], alone.token, [0, 1, 2]) == await ask(ports[1], joined.token, [0, 1, 2])
+    ).all()
+    await ask(ports[1], joined.token, [3, 4, 7])
+    with pytest.raises(FrameError) as error:
+        await ask(ports[0], alone.token, [4])
+    assert error.value.code == ErrorCode.UNKNOWN_EXPERT
+    with pytest.raises(FrameError) as error:
+        await ask(ports[0], joined.token, [0])
+    assert error.value.code == ErrorCode.BAD_TOKEN
+    listed = {item.worker_id for item in await node.client.workers()}
+    assert listed == {alone.worker.worker_id, joined.worker.worker_id}
+    await node.client.delete_worker(alone.worker.worker_id)
+    await node.client.delete_worker(alone.worker.worker_id)
+    assert [item.worker_id for item in await node.client.workers()] == [joined.worker.worker_id]
+    await ask(ports[1], joined.token, [5])
+
+
+async def test_the_token_of_a_worker_is_told_once_and_seen_nowhere(
+    node: RunningAgent, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = await a_worker(node, await send(node, tmp_path, *HELD))
+    process = node.agent.workers.get(made.worker.worker_id).process
+    assert process is not None
+    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in tree:
+        assert made.token not in " ".join(member.cmdline())
+        assert made.token not in " ".join(member.environ().values())
+    assert made.token not in await node.client.worker_logs(made.worker.worker_id)
+    assert "worker ready" in await node.client.worker_logs(made.worker.worker_id)
+    assert "RPC server" in await node.client.worker_logs(made.worker.worker_id)
+    for told in (*(await node.client.workers()), await node.client.worker(made.worker.worker_id)):
+        assert made.token not in told.model_dump_json()
+    # The file that told the worker is gone as soon as it was read.
+    left = [path for path in state_folder().rglob("*") if path.is_file()]
+    assert not any(made.token.encode() in path.read_bytes() for path in left)
+    assert made.token not in caplog.text
+
+
+async def test_a_worker_ends_with_its_lease_and_lives_while_it_is_used_or_renewed(
+    node: RunningAgent, tmp_path: Path
+) -> None:
+    held = await send(node, tmp_path, (0, 0, 1))
+    made = await a_worker(node, held, lease_seconds=1.0)
+    worker_id = made.worker.worker_id
+    async with await WorkerTunnel.open(node.client, worker_id):
+        await asyncio.sleep(2.0)
+        assert (await node.client.renew_worker(worker_id)).state is ServerState.READY
+    ended = await until(node, worker_id, lambda now: now.state is not ServerState.READY)
+    assert (ended.state, ended.detail) == (ServerState.STOPPED, "its lease ended")
+    with pytest.raises(NodeRefusedError, match="its lease ended") as error:
+        await WorkerTunnel.open(node.client, worker_id)
+    assert error.value.code == "worker_stopped"
+
+
+@pytest.mark.parametrize("victim", ["rpc-server", "worker"])
+async def test_a_worker_that_dies_is_told_with_its_reason(
+    node: RunningAgent, tmp_path: Path, victim: str
+) -> None:
+    made = await a_worker(node, await send(node, tmp_path, (0, 0, 1)))
+    worker_id = made.worker.worker_id
+    process = node.agent.workers.get(worker_id).process
+    assert process is not None
+    assert process.pid is not None
+    websocket = await node.client.open_worker_bridge(worker_id)
+    async with await WorkerTunnel.open(node.client, worker_id) as tunnel:
+        is_server = victim == "rpc-server"
+        os.kill(rpc_server_of(node, made.worker).pid if is_server else process.pid, signal.SIGKILL)
+        gone = await tunnel.wait_gone()
+    ended = await node.client.worker(worker_id)
+    assert ended.state is ServerState.FAILED
+    assert ended.detail
+    assert "SIGKILL" in ended.detail
+    assert ("rpc-server" in ended.detail) == is_server
+    assert ended.detail in gone
+    await websocket.wait_closed()
+    assert websocket.close_code == BridgeCloseCode.SERVER_FAILED
+    assert ended.detail.startswith((websocket.close_reason or "?")[:100])
+    with pytest.raises(NodeRefusedError, match="SIGKILL"):
+        await node.client.wait_worker(worker_id)
+    assert psutil.Process().children(recursive=True) == []
+
+
+async def test_a_tunnel_comes_back_behind_the_same_port_when_its_link_was_lost(
+    node: RunningAgent, tmp_path: Path
+) -> None:
+    made = await a_worker(node, await send(node, tmp_path, *HELD))
+    async with await WorkerTunnel.open(node.client, made.worker.worker_id) as tunnel:
+        before = await ask(tunnel.port, made.token, [0, 5])
+        port = tunnel.port
+        for losses in (1, 2):
+            with await asyncio.to_thread(peer_at, port, made.token) as peer:
+                session = tunnel._session
+                assert session is not None
+                session._websocket.transport.abort()
+                # Whoever was connected is dropped at once, not left to wait.
+                assert await asyncio.to_thread(peer.socket.recv, 1) == b""
+            while tunnel.reopen_count < losses:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            assert tunnel.is_up
+            assert (await ask(port, made.token, [0, 5]) == before).all()
+        assert tunnel.lost_reason
+        assert tunnel.sent_bytes > 3 * ROWS.nbytes
+        await node.client.delete_worker(made.worker.worker_id)
+        # It hears of it while the worker ends, or afterwards.
+        gone = await tunnel.wait_gone()
+        assert "it was stopped by its owner" in gone or "no such expert worker" in gone
+        with pytest.raises(ConnectionError):
+            await asyncio.to_thread(peer_at, port, made.token)
+
+
+async def test_a_tunnel_waits_for_an_agent_that_is_away_and_believes_it_when_it_is_back(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    async with (
+        agent_process(stock_engine, tmp_path / "node") as agent,
+        NodeClient(agent.url, agent.token) as client,
+    ):
+        held = await client.send_slice(cut_here(tmp_path, (0, 0, 1)).path)
+        made = await client.create_worker(request(held))
+        await client.wait_worker(made.worker.worker_id)
+        tunnel = await WorkerTunnel.open(client, made.worker.worker_id)
+        rows = await ask(tunnel.port, made.token, [0, 1])
+        # A machine that sleeps: nothing answers, and nothing is lost.
+        os.kill(agent.process.pid, signal.SIGSTOP)
+        session = tunnel._session
+        assert session is not None
+        session._websocket.transport.abort()
+        while tunnel.is_up:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        os.kill(agent.process.pid, signal.SIGCONT)
+        while not tunnel.is_up:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert (await ask(tunnel.port, made.token, [0, 1]) == rows).all()
+        await tunnel.aclose()
+        await tunnel.aclose()
+
+
+async def test_killing_the_agent_leaves_nothing_of_its_workers(
+    engine: EngineLocation, tmp_path: Path
+) -> None:
+    async with (
+        agent_process(engine, tmp_path / "node") as agent,
+        NodeClient(agent.url, agent.token) as client,
+    ):
+        held = await client.send_slice(cut_here(tmp_path, (0, 0, 1)).path)
+        made = [await client.create_worker(request(held)) for _ in range(2)]
+        for each in made:
+            await client.wait_worker(each.worker.worker_id)
+        starting = await client.create_worker(request(held))
+        assert starting.worker.state is ServerState.STARTING
+        processes = agent.engine_processes()
+        # Keeper, worker, the worker's keeper and its rpc-server.
+        assert len(processes) >= 8
+        agent.process.kill()
+        await agent.process.wait()
+        await asyncio.to_thread(psutil.wait_procs, processes, timeout=30)
+        assert not any(process.is_running() for process in processes)
+    async with (
+        agent_process(engine, tmp_path / "node") as agent,
+        NodeClient(agent.url, agent.token) as client,
+    ):
+        assert await client.workers() == ()
+        assert (await client.slice(held.slice_id)).slab_bytes == held.slab_bytes
+        again = await client.create_worker(request(held))
+        os.kill(agent.process.pid, signal.SIGTERM)
+        assert await agent.process.wait() == 0
+        assert again.token not in await asyncio.to_thread(agent.output.read_text)
+
+
+async def test_a_worker_keeps_to_its_promise_whatever_it_is_asked(
+    engine: EngineLocation, tmp_path: Path
+) -> None:
+    async with running_agent(engine) as node:
+        made = await a_worker(node, await send(node, tmp_path, *HELD))
+        worker = node.agent.workers.get(made.worker.worker_id)
+        pairs = 4096
+        index = [number % len(ROWS) for number in range(pairs)]
+        experts = [number % 8 for number in range(pairs)]
+        await asyncio.to_thread(compute, worker.port, made.token, index, experts)
+        assert worker.process is not None
+        program = psutil.Process(worker.process.pid)
+        members = [program, *program.children(recursive=True)]
+        peak = sum(peak_bytes(member.pid) for member in members)
+        assert peak <= worker.memory_bytes + worker.overhead_bytes
+        held = await node.client.node()
+        assert held.devices[0].offered_bytes > 0
+
+
+async def test_memory_that_is_not_there_is_refused_with_numbers(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    options = AgentOptions(host="127.0.0.1", mdns=False, memory_limit_bytes=600 * MEBIBYTE)
+    async with running_agent(stock_engine, options=options) as node:
+        held = await send(node, tmp_path, (0, 0, 1))
+        with pytest.raises(NodeRefusedError, match="needs at least") as error:
+            await node.client.create_worker(request(held, memory_bytes=32 * MEBIBYTE))
+        assert error.value.code == "too_little_memory"
+        with pytest.raises(NodeRefusedError, match="less than") as error:
+            await node.client.create_worker(request(held, memory_bytes=700 * MEBIBYTE))
+        assert error.value.code == "insufficient_memory"
+        before = (await node.client.node()).devices[0].offered_bytes
+        made = await node.client.create_worker(request(held))
+        worker = node.agent.workers.get(made.worker.worker_id)
+        after = (await node.client.node()).devices[0].offered_bytes
+        assert before - after == worker.memory_bytes + worker.overhead_bytes
+        await node.client.delete_worker(made.worker.worker_id)
+        assert (await node.client.node()).devices[0].offered_bytes == before
+        assert await node.client.workers() == ()
+
+
+async def test_what_a_worker_cannot_be_made_of_is_refused(
+    node: RunningAgent, tmp_path: Path
+) -> None:
+    mine = await send(node, tmp_path, (0, 0, 1))
+    other = await node.client.send_slice(cut(qwen35moe(), tmp_path / "other.gguf", "1:0-1").path)
+    unknown = mine.model_copy(update={"slice_id": SliceId("0" * 32)})
+    for slices, code in (((unknown,), "unknown_slice"), ((mine, other), "several_models")):
+        with pytest.raises(NodeRefusedError) as error:
+            await node.client.create_worker(request(*slices))
+        assert error.value.code == code
+    with pytest.raises(NodeRefusedError) as error:
+        await node.client.create_worker(request(mine, device="CUDA7"))
+    assert error.value.code == "unknown_device"
+    assert await node.client.workers() == ()
+
+
+async def test_a_slice_in_use_is_not_deleted(node: RunningAgent, tmp_path: Path) -> None:
+    held = await send(node, tmp_path, (0, 0, 1))
+    made = await a_worker(node, held)
+    with pytest.raises(NodeRefusedError) as error:
+        await node.client.delete_slice(held.slice_id)
+    assert error.value.code == "slice_in_use"
+    await node.client.delete_worker(made.worker.worker_id)
+    await node.client.delete_slice(held.slice_id)
+    assert (await node.client.slices()).slices == ()
+
+
+async def test_a_damaged_slice_makes_a_worker_fail_with_the_reason(
+    node: RunningAgent, tmp_path: Path
+) -> None:
+    held = await send(node, tmp_path, (0, 0, 1))
+    node.agent.slices.get(held.slice_id).path.write_bytes(b"GGUF")
+    made = await node.client.create_worker(request(held))
+    with pytest.raises(NodeRefusedError, match=r"slice\.gguf") as error:
+        await node.client.wait_worker(made.worker.worker_id)
+    assert error.value.code == "worker_failed"
+    await node.client.delete_slice(held.slice_id)
+
+
+async def test_a_worker_takes_only_so_many_bridges(node: RunningAgent, tmp_path: Path) -> None:
+    made = await a_worker(node, await send(node, tmp_path, (0, 0, 1)))
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(8):
+            await stack.enter_async_context(
+                await WorkerTunnel.open(node.client, made.worker.worker_id)
+            )
+        with pytest.raises(NodeRefusedError) as error:
+            await WorkerTunnel.open(node.client, made.worker.worker_id)
+        assert error.value.code == "already_bridged"
