@@ -18,6 +18,7 @@ _KINDS = (
     ("weights", "cyan"),
     ("KV cache", "green"),
     ("state", "magenta"),
+    ("snapshots", "blue"),
     ("buffers", "yellow"),
     ("reserve", "bright_black"),
 )
@@ -131,6 +132,7 @@ def _memory_bar(memory: DeviceMemory) -> Text:
         memory.weight_bytes,
         memory.kv_bytes,
         memory.recurrent_bytes,
+        memory.checkpoint_bytes,
         memory.compute_bytes,
         memory.reserve_bytes,
     )

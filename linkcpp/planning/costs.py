@@ -65,12 +65,17 @@ class Windows:
 
 @dataclass(frozen=True)
 class Costs:
-    """A model with the options of a plan: sizes and reads of any window."""
+    """A model with the options of a plan: sizes and reads of any window.
+
+    Tables are made once and kept: the search for remedies asks for them again and again.
+    """
 
     inventory: ModelInventory
     options: PlanOptions
     loads_next_token: bool
     buffers: BufferSizes = field(init=False)
+    _windows: dict[bool, Windows] = field(default_factory=dict, init=False, compare=False)
+    _host_bytes: dict[bool, Integers] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buffers", buffer_sizes(self.inventory, self.options))
@@ -200,8 +205,24 @@ class Costs:
             available_bytes=available,
         )
 
+    def host_bytes(self, *, is_pipeline: bool) -> Integers:
+        """What the coordinator's RAM holds with slots 0 to ``n - 1``, for every ``n``."""
+        if is_pipeline not in self._host_bytes:
+            sizes = [
+                self.host_memory(n, is_pipeline=is_pipeline, available=0, reserve=0).used_bytes
+                for n in range(self.slots + 1)
+            ]
+            self._host_bytes[is_pipeline] = np.array(sizes, dtype=np.int64)
+        return self._host_bytes[is_pipeline]
+
     def windows(self, *, is_pipeline: bool) -> Windows:
-        """Tabulate every window; sums of layers by prefix sums, the rest of it window by window."""
+        """Every window of the model."""
+        if is_pipeline not in self._windows:
+            self._windows[is_pipeline] = self._tabulate(is_pipeline=is_pipeline)
+        return self._windows[is_pipeline]
+
+    def _tabulate(self, *, is_pipeline: bool) -> Windows:
+        """Sum layers by prefix sums; the rest is worked out window by window."""
         slots, count = self.slots, self.layer_count
         layers = self.inventory.layers
         fixed = _prefix([self._layer_bytes(layer) for layer in layers])

@@ -120,11 +120,11 @@ def _place_in(
     below: float,
     any_placement: bool,
 ) -> Placement | None:
-    base = _host_bytes(costs, 0, regime)
+    base = int(costs.host_bytes(is_pipeline=regime.is_pipeline)[0])
     budget = local[0].budget_bytes - base
     if budget < 0:
         return None
-    candidates = list(_candidates(regime, costs, local, remote, ram_bytes=budget, base=base))
+    candidates = list(_candidates(regime, costs, local, remote, ram_bytes=budget))
     problem = Problem(
         slots=costs.slots,
         slot_reads=np.array(
@@ -155,12 +155,11 @@ def _candidates(
     remote: Sequence[Offer],
     *,
     ram_bytes: int,
-    base: int,
 ) -> Iterator[_Candidate]:
     host, cards = local[0], local[1:]
     windows = costs.windows(is_pipeline=regime.is_pipeline)
     if regime.has_host_window:
-        yield _Candidate(_host_group(costs, host, ram_bytes, base, regime), (host,))
+        yield _Candidate(_host_group(costs, host, ram_bytes, regime), (host,))
     for card in cards:
         group, kept = _card_group(costs, card, host, windows, ram_bytes)
         yield _Candidate(group, (card,), kept)
@@ -168,26 +167,20 @@ def _candidates(
         yield _Candidate(_remote_group(offers, windows), tuple(offers))
 
 
-def _host_bytes(costs: Costs, last: int, regime: _Regime) -> int:
-    memory = costs.host_memory(last, is_pipeline=regime.is_pipeline, available=0, reserve=0)
-    return memory.used_bytes
-
-
-def _host_group(costs: Costs, host: Offer, budget: int, base: int, regime: _Regime) -> Group:
+def _host_group(costs: Costs, host: Offer, ram_bytes: int, regime: _Regime) -> Group:
     """The coordinator's CPU: windows from slot 0, of which the RAM left takes so many."""
-    lasts, sizes, times = [], [], []
-    for last in range(1, costs.slots + 1):
-        size = _host_bytes(costs, last, regime) - base
-        if size <= budget:
-            lasts.append(last)
-            sizes.append(size)
-            times.append(host.read_ms(costs.read_window_bytes(0, last)))
+    sizes = costs.host_bytes(is_pipeline=regime.is_pipeline)
+    sizes = sizes[1:] - sizes[0]
+    windows = costs.windows(is_pipeline=regime.is_pipeline)
+    # Windows are ordered by their first slot, so those that begin at slot 0 come first.
+    times = windows.read_bytes[: costs.slots] / host.read_bytes_per_second * 1e3
+    fits = sizes <= ram_bytes
     return Group(
         members=1,
-        first=np.zeros(len(lasts), dtype=np.int64),
-        last=np.array(lasts, dtype=np.int64),
-        costs=np.array(times, dtype=np.float64),
-        shared_bytes=np.array(sizes, dtype=np.int64),
+        first=np.zeros(int(fits.sum()), dtype=np.int64),
+        last=np.arange(1, costs.slots + 1)[fits],
+        costs=times[fits],
+        shared_bytes=sizes[fits],
         is_host=True,
     )
 

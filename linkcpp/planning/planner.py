@@ -50,21 +50,40 @@ def find_plan(inventory: ModelInventory, cluster: Cluster, options: PlanOptions)
     )
 
 
-def can_plan(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> bool:
+def can_plan(
+    inventory: ModelInventory,
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    costs: Costs | None = None,
+) -> bool:
     """Tell whether ``find_plan`` would find a plan, sooner.
+
+    ``costs`` are those of this model and these options, where they are known already.
 
     Raises:
         LinkcppError: as ``find_plan``.
     """
-    search = _Search(inventory, cluster, options)
+    search = _Search(inventory, cluster, options, costs)
     return next(search.candidates(any_placement=True), None) is not None
 
 
 class _Search:
     """What the placements of the modes that are asked for are chosen from."""
 
-    def __init__(self, inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> None:
+    def __init__(
+        self,
+        inventory: ModelInventory,
+        cluster: Cluster,
+        options: PlanOptions,
+        costs: Costs | None = None,
+    ) -> None:
         engine = cluster.coordinator.engine
+        if options.mode not in (PlanMode.AUTO, PlanMode.SINGLE, PlanMode.LAYERS):
+            raise LinkcppError(
+                f"Layers are not placed in mode {options.mode}.",
+                hint="Plan with --mode auto, single or layers.",
+            )
         if engine is None:
             raise LinkcppError(
                 "This machine has no working llama.cpp engine, which a coordinator needs.",
@@ -72,14 +91,16 @@ class _Search:
             )
         self._options = options
         self._pipelines_remote = pipelines_remote_devices(engine)
-        self.costs = Costs(inventory, options, loads_next_token=loads_next_token_blocks(engine))
+        self.costs = costs or Costs(
+            inventory, options, loads_next_token=loads_next_token_blocks(engine)
+        )
         self._local = coordinator_offers(cluster, options)
         self._remote = remote_offers(cluster, options)
 
     def candidates(self, *, any_placement: bool) -> Iterator[tuple[PlanMode, Placement]]:
         """The best placement of each mode, or any one."""
         mode = self._options.mode
-        if mode is not PlanMode.LAYERS:
+        if mode in (PlanMode.AUTO, PlanMode.SINGLE):
             alone = place(
                 self.costs,
                 self._local,
@@ -90,7 +111,7 @@ class _Search:
             )
             if alone is not None:
                 yield PlanMode.SINGLE, alone
-        if mode is not PlanMode.SINGLE and self._remote:
+        if mode in (PlanMode.AUTO, PlanMode.LAYERS) and self._remote:
             spread = place(
                 self.costs,
                 self._local,

@@ -69,7 +69,7 @@ def explain(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -
     costs = Costs(inventory, options, loads_next_token=loads_next_token_blocks(engine))
     local = coordinator_offers(cluster, options)
     remote = remote_offers(cluster, options) if options.mode is not PlanMode.SINGLE else ()
-    remedies = _remedies(inventory, cluster, options)
+    remedies = _remedies(costs, cluster)
     return Infeasible(
         mode=options.mode,
         shortfalls=tuple(
@@ -106,7 +106,7 @@ def _shortfalls(
     def fits_with(extra_bytes: int) -> bool:
         more = [_with_more(offer, extra_bytes) for offer in (*local, *remote)]
         own, far = more[: len(local)], more[len(local) :]
-        least = min(1, len(far))
+        least = min(costs.options.minimum_stages, len(far), MOST_DEVICES)
         found = place(costs, own, far, least_remote=least, pipelines=pipelines, any_placement=True)
         return found is not None
 
@@ -123,14 +123,14 @@ def _with_more(offer: Offer, extra_bytes: int) -> Offer:
     return replace(offer, available_bytes=offer.available_bytes + extra_bytes)
 
 
-def _remedies(
-    inventory: ModelInventory, cluster: Cluster, options: PlanOptions
-) -> Iterator[Remedy]:
+def _remedies(costs: Costs, cluster: Cluster) -> Iterator[Remedy]:
     """Changes that help, the cheapest for the user first; each was tried."""
+    inventory, options = costs.inventory, costs.options
 
     def fits(changed: PlanOptions, where: Cluster = cluster) -> bool:
         try:
-            return can_plan(inventory, where, changed)
+            known = costs if changed is options else None
+            return can_plan(inventory, where, changed, costs=known)
         except LinkcppError:  # this model cannot have that cache type
             return False
 

@@ -71,7 +71,8 @@ def check(plan: Plan, stages: list[Allocated], host: Allocated) -> None:
         if stage.is_coordinator:
             continue
         assert exact_parts(stage.memory) == logged_parts(seen), describe(stage)
-        assert allocated_at_start(stage.memory) == pytest.approx(seen.total, rel=0.10)
+        # The buffers of a single small layer are estimated with less than that to go by.
+        assert allocated_at_start(stage.memory) == pytest.approx(seen.total, rel=0.05, abs=4)
         predicted += allocated_at_start(stage.memory)
         real += seen.total
     assert predicted == pytest.approx(real, rel=0.05)
