@@ -33,6 +33,7 @@ VERBS = (
     "discover",
     "inspect",
     "slice",
+    "worker",
     "plan",
     "launch",
     "status",

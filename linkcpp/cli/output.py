@@ -1,10 +1,21 @@
 """How verbs print: tables and progress for people, JSON for programs."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from pydantic import BaseModel
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 
 class _DataConsole(Console):
@@ -47,3 +58,18 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+@contextmanager
+def byte_bar(name: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr meanwhile; call what it yields with bytes just done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=status_console(), transient=True) as progress:
+        task = progress.add_task(escape(name), total=total_bytes)
+        yield lambda done_bytes: progress.advance(task, done_bytes)

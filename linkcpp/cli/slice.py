@@ -7,16 +7,8 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
-from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.output import byte_bar, console, print_json, status_console
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
@@ -152,20 +144,12 @@ def _check_new(paths: list[Path], *, force: bool) -> None:
 
 @contextmanager
 def _bar(name: str, total_bytes: int) -> Iterator[OnProgress]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=status_console(), transient=True) as progress:
-        task = progress.add_task(escape(name), total=total_bytes)
-        try:
-            yield lambda done_bytes: progress.advance(task, done_bytes)
-        except KeyboardInterrupt:
-            progress.console.print("The same command goes on from here.")
-            raise
+    try:
+        with byte_bar(name, total_bytes) as on_progress:
+            yield on_progress
+    except KeyboardInterrupt:
+        status_console().print("The same command goes on from here.")
+        raise
 
 
 def _report(written: list[WrittenFile]) -> None:

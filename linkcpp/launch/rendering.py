@@ -10,6 +10,7 @@ import jinja2
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.resources import resource_folder
+from linkcpp.common.systemd import quoted
 
 LLAMA_SERVER_TEMPLATE = "llama-server.args.j2"
 SYSTEMD_TEMPLATE = "systemd/linkcpp-deployment.service.j2"
@@ -134,13 +135,7 @@ def systemd_unit(
     """Return a systemd unit that runs ``command`` for the deployment ``name``."""
     values = {
         "deployment": {"name": name},
-        "command": " ".join(_systemd_quoted(word) for word in command),
-        "environment": [_systemd_quoted(f"{key}={value}") for key, value in environment.items()],
+        "command": " ".join(quoted(word) for word in command),
+        "environment": [quoted(f"{key}={value}") for key, value in environment.items()],
     }
     return render(SYSTEMD_TEMPLATE, values, own_templates=own_templates)
-
-
-def _systemd_quoted(word: str) -> str:
-    """Quote a word for a unit file (systemd.syntax(7)), specifiers and variables literal."""
-    literal = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    return literal if re.fullmatch(r"[\w@%+=:,./-]+", literal) else f'"{literal}"'

@@ -1,12 +1,12 @@
 """The node agent as a service of the system."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 
 import jinja2
 
 from linkcpp.common.resources import resource_folder
+from linkcpp.common.systemd import quoted
 
 _TEMPLATE = "systemd/linkcpp-node.service.j2"
 # What changes where the agent finds its folders, its token and its engine.
@@ -31,14 +31,8 @@ def systemd_unit(command: Sequence[str], environment: Mapping[str, str] = os.env
         autoescape=False,  # noqa: S701 - a unit file, not HTML; every value is quoted below
     )
     return templates.get_template(_TEMPLATE).render(
-        command=" ".join(_quoted(word) for word in command),
+        command=" ".join(quoted(word) for word in command),
         environment=[
-            _quoted(f"{key}={environment[key]}") for key in _VARIABLES if key in environment
+            quoted(f"{key}={environment[key]}") for key in _VARIABLES if key in environment
         ],
     )
-
-
-def _quoted(word: str) -> str:
-    """Quote a word for a unit file (systemd.syntax(7)), specifiers and variables literal."""
-    literal = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    return literal if re.fullmatch(r"[\w@%+=:,./-]+", literal) else f'"{literal}"'
