@@ -23,7 +23,7 @@ from linkcpp.model.source import PIECE_BYTES, ByteSource
 
 THREADS: Final = 4
 # Written to the disk in the background, so that the last sync has little left to do.
-_SYNC_BYTES: Final = 128 * 2**20
+_SYNC_BYTES: Final = 32 * 2**20
 _PATIENCE_SECONDS: Final = 2.0
 
 Progress = Callable[[int], None]
