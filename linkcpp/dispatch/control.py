@@ -38,11 +38,19 @@ class FallbackStatus(WireRecord):
     failure: str | None
 
 
+class FailedCall(WireRecord):
+    """The experts that nobody could compute in one call."""
+
+    layer: int
+    experts: tuple[int, ...]
+
+
 class DispatchStatus(WireRecord):
     """What the virtual device did since it started.
 
     ``missing_expert_count`` units (layer, expert) are with no worker that is up. Rows of
-    ``failed_pair_count`` pairs were NaN, since nobody could compute them.
+    ``failed_pair_count`` pairs were NaN, since nobody could compute them; ``failures`` are the last
+    such calls.
     """
 
     workers: tuple[WorkerStatus, ...]
@@ -57,6 +65,7 @@ class DispatchStatus(WireRecord):
     rerouted_pair_count: int
     failed_pair_count: int
     failed_call_count: int
+    failures: tuple[FailedCall, ...]
     late_count: int
     nonsense_count: int
     read_seconds: float
@@ -110,8 +119,12 @@ def dispatch_status(device: VirtualDevice, swarm: Swarm) -> DispatchStatus:
         call_count=counters.call_count,
         pair_count=counters.pair_count,
         rerouted_pair_count=counters.rerouted_pair_count,
-        failed_pair_count=counters.failed_pair_count,
-        failed_call_count=counters.failed_call_count,
+        failed_pair_count=swarm.failures.pair_count,
+        failed_call_count=swarm.failures.call_count,
+        failures=tuple(
+            FailedCall(layer=missing.layer, experts=missing.experts)
+            for missing in tuple(swarm.failures.recent)
+        ),
         late_count=counters.late_count,
         nonsense_count=counters.nonsense_count,
         read_seconds=device.counters.read_seconds,

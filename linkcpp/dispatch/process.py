@@ -18,6 +18,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
 from linkcpp.dispatch.control import build_control
 from linkcpp.dispatch.device import VirtualDevice
+from linkcpp.dispatch.failures import FailureLog
 from linkcpp.dispatch.fallback import Fallback
 from linkcpp.dispatch.holders import WorkerAddress
 from linkcpp.dispatch.swarm import Swarm, SwarmOptions
@@ -45,6 +46,8 @@ class DispatchConfig(Record):
 
     ``model`` may be the hollow backbone file: only its header is read, unless
     ``fallback_model`` (a file that has all experts) is given. Ports 0 are chosen freely.
+    Where nobody can compute a row it is NaN, or zeros with ``zero_missing``: those cannot
+    outlive the request in a cache, but somebody must look at ``failure_counter`` then.
     """
 
     engine: EngineLocation
@@ -61,6 +64,8 @@ class DispatchConfig(Record):
     threads: int | None = None
     deadline_floor_ms: float = 250.0
     patience_seconds: float = 20.0
+    zero_missing: bool = False
+    failure_counter: Path | None = None
 
 
 Announce = Callable[[str], None]
@@ -155,8 +160,10 @@ class _Dispatch:
             full = GgufSlabs(config.fallback_model)
             ops = read_op_table(config.engine, fallback.version)
             local = Fallback(fallback, ops, full, config.fallback_bytes)
-        options = SwarmOptions(config.deadline_floor_ms, config.patience_seconds)
-        return Swarm(counts, config.check_model_digest, local, options)
+        missing = 0.0 if config.zero_missing else float("nan")
+        options = SwarmOptions(config.deadline_floor_ms, config.patience_seconds, missing)
+        failures = FailureLog(config.failure_counter)
+        return Swarm(counts, config.check_model_digest, local, options, failures)
 
 
 def _listen(port: int) -> socket.socket:

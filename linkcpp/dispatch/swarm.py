@@ -2,10 +2,9 @@
 
 A worker that fails, is late, or answers nonsense is left out, and its pairs go to the next holder,
 at last to the fallback. Where nobody is left the request waits for a worker to come back, for
-``patience_seconds``; then its rows are NaN, which is counted and told as a ``failed`` event.
+``patience_seconds``; then its rows are NaN (or what was wished), which the failures count.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from linkcpp.dispatch.failures import FailureLog
 from linkcpp.dispatch.fallback import Fallback
 from linkcpp.dispatch.holders import Holder, Holders, LinkState, wait_for_links
 from linkcpp.dispatch.routing import (
@@ -37,8 +37,6 @@ from linkcpp.worker.frames import (
     parse_rows,
 )
 
-_log = logging.getLogger(__name__)
-
 _REPLAN_SECONDS = 1.0
 _SCORE_DRIFT = 1.3
 _RETRY_SECONDS = 0.05
@@ -50,11 +48,13 @@ class SwarmOptions:
     """How patient to be.
 
     ``deadline_floor_ms``: nobody is given up earlier than that. ``patience_seconds``: how long a
-    request waits where there is no other holder and no fallback.
+    request waits where there is no other holder and no fallback; its rows are
+    ``missing_value`` then.
     """
 
     deadline_floor_ms: float = 250.0
     patience_seconds: float = 20.0
+    missing_value: float = float("nan")
 
 
 @dataclass(slots=True)
@@ -64,8 +64,6 @@ class SwarmCounters:
     call_count: int = 0
     pair_count: int = 0
     rerouted_pair_count: int = 0
-    failed_pair_count: int = 0
-    failed_call_count: int = 0
     late_count: int = 0
     nonsense_count: int = 0
     seconds: float = 0.0
@@ -114,10 +112,12 @@ class Swarm:
         model_digest: str | None,
         fallback: Fallback | None,
         options: SwarmOptions | None = None,
+        failures: FailureLog | None = None,
     ) -> None:
         self._expert_counts = dict(expert_counts)
         self._options = options or SwarmOptions()
         self.fallback = fallback
+        self.failures = failures or FailureLog()
         self.counters = SwarmCounters()
         self._chains: dict[str, KeyedChain] = {}
         self._next_request = 1
@@ -302,7 +302,7 @@ class _Call:
             self._orphans = []
 
     def _wait_for_somebody(self) -> None:
-        """Wait for a holder to come back; out of patience, the rows become NaN."""
+        """Wait for a holder to come back; out of patience, the call has failed."""
         now = time.monotonic()
         patience = self._swarm._options.patience_seconds
         self._give_up_at = self._give_up_at or now + patience
@@ -317,14 +317,8 @@ class _Call:
             return
         # Until the routes change, nobody needs to wait again.
         self._swarm.hopeless_routes = routes
-        self._result[orphans] = np.nan
-        self._swarm.counters.failed_pair_count += len(orphans)
-        self._swarm.counters.failed_call_count += 1
-        _log.error(
-            "layer %d: no worker and no fallback for %d pairs; their rows are NaN",
-            self._job.layer,
-            len(orphans),
-        )
+        self._result[orphans] = self._swarm._options.missing_value
+        self._swarm.failures.note(self._job.layer, self._flat[orphans])
 
     def _gather(self) -> None:
         """Wait for answers until the nearest deadline and take what came."""
