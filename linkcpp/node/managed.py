@@ -5,7 +5,7 @@ import contextlib
 import logging
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Generic, NamedTuple, TypeVar
@@ -59,6 +59,7 @@ class Managed:
         self.state = ServerState.STARTING
         self.detail: str | None = None
         self.process: SupervisedProcess | None = None
+        self.descendants: tuple[psutil.Process, ...] = ()
         self.port = 0
         # A bridge is claimed before its WebSocket is open.
         self.claim_count = 0
@@ -80,7 +81,7 @@ class Managed:
     @property
     def holding(self) -> Holding:
         """The memory that it was promised and has."""
-        resident = resident_bytes(self.process) if self.process else 0
+        resident = resident_bytes(self.process, self.descendants) if self.process else 0
         return Holding(self.device, self.memory_bytes, self.overhead_bytes, resident)
 
     def log_paths(self) -> tuple[Path, ...]:
@@ -260,19 +261,16 @@ def cap_memory(pid: int | None, device: str, most_bytes_besides: int) -> None:
         program.rlimit(psutil.RLIMIT_DATA, (most, most))
 
 
-def resident_bytes(process: SupervisedProcess) -> int:
-    """Return the memory that a program, its keeper and its children hold; 0 once they are gone."""
+def resident_bytes(process: SupervisedProcess, descendants: Iterable[psutil.Process] = ()) -> int:
+    """Return the memory that a program, its keeper and what it started hold; 0 once it is gone."""
     if process.pid is None:
         return 0
     try:
         program = psutil.Process(process.pid)
-        parts = [program, *program.children(recursive=True)]
-        if (keeper := program.parent()) is not None:
-            parts.append(keeper)
+        total = sum(part.memory_info().rss for part in (program, program.parent()) if part)
     except psutil.Error:
         return 0
-    total = 0
-    for part in parts:
+    for descendant in descendants:
         with contextlib.suppress(psutil.Error):
-            total += part.memory_info().rss
+            total += descendant.memory_info().rss
     return total

@@ -12,6 +12,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec
+from linkcpp.model.web_source import TOKEN_VARIABLE
 from linkcpp.node.fetching import FetchConfig, FetchNews
 from linkcpp.node.records import SliceRequest
 
@@ -38,6 +39,8 @@ class Fetch:
             name="the fetching of a slice",
             argv=(sys.executable, "-P", "-m", "linkcpp.node.fetching", str(path)),
             log_path=self._log_path,
+            # Somebody else chose the address: the owner's token must not go there.
+            environment={TOKEN_VARIABLE: ""},
             stop_timeout_seconds=2.0,
         )
         process = SupervisedProcess(spec)

@@ -59,8 +59,9 @@ class Receiver:
                 self._close_piece(piece)
 
     def sync(self) -> None:
-        """Have the disk really hold the file."""
+        """Have the disk really hold the file, and nothing behind its end."""
         with self._open() as target:
+            target.truncate(self.file_bytes)
             os.fsync(target.fileno())
 
     def _close_piece(self, piece: Piece) -> None:

@@ -74,9 +74,10 @@ def _add_content_routes(app: FastAPI, store: SliceStore) -> None:
         "/v1/slices/{slice_id}/manifest",
         tags=["slices"],
         summary="The hashes of a slice that is whole",
+        response_model=Manifest,
     )
-    async def get_manifest(slice_id: _Id) -> Manifest:
-        return store.manifest(SliceId(slice_id))
+    async def get_manifest(slice_id: _Id) -> Response:
+        return Response(await store.manifest(SliceId(slice_id)), media_type="application/json")
 
     @app.put(
         "/v1/slices/{slice_id}",

@@ -12,7 +12,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
-from linkcpp.model.slices.manifest import Manifest, read_manifest
+from linkcpp.model.slices.manifest import Manifest, manifest_path, read_manifest
 from linkcpp.node.limits import RefusedError
 from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
 from linkcpp.node.slice_fetch import Fetch
@@ -114,16 +114,14 @@ class SliceStore:
             )
         return item
 
-    def manifest(self, name: SliceId) -> Manifest:
-        """Return the manifest of a slice that is whole.
+    async def manifest(self, name: SliceId) -> bytes:
+        """Return the manifest of a slice that is whole, as JSON.
 
         Raises:
             RefusedError: it is unknown or not ready.
         """
         (item,) = self.ready((name,))
-        if item.manifest is None:
-            raise RuntimeError("a slice that is ready has a manifest")
-        return item.manifest
+        return await asyncio.to_thread(manifest_path(item.path).read_bytes)
 
     def ready(self, names: Iterable[SliceId]) -> list[StoredSlice]:
         """Find slices that are whole.
@@ -169,7 +167,8 @@ class SliceStore:
         Raises:
             RefusedError: it is of another slice, there is no room, or the slice is on its way.
         """
-        pieces = file_pieces(manifest)
+        # Thousands of slabs: not in the event loop.
+        pieces = await asyncio.to_thread(file_pieces, manifest)
         if slice_id(manifest.model.digest, manifest_segments(manifest)) != name:
             raise RefusedError(422, "another_slice", "This manifest is of another slice.")
         known = self._slices.get(name)

@@ -89,20 +89,22 @@ def find_slice(folder: Path) -> StoredSlice:
     """Read what is in a folder of an earlier agent."""
     item = StoredSlice(SliceId(folder.name), folder)
     request = folder / REQUEST_NAME
-    item.received_bytes = allocated_bytes(item.path) + allocated_bytes(item.target.partial)
+    item.received_bytes = allocated_bytes(item.target.partial)
     try:
+        if item.path.exists():
+            item.take_manifest(read_manifest(item.path))
+            if item.path.stat().st_size == item.file_bytes:
+                request.unlink(missing_ok=True)
+                item.state = SliceState.READY
+                item.received_bytes = item.file_bytes
+                return item
         if request.exists():
             item.take_request(SliceRequest.model_validate_json(request.read_bytes()))
+            item.manifest = item.file_bytes = None
             item.state = SliceState.QUEUED
-            return item
-        item.take_manifest(read_manifest(item.path))
-        if not item.path.exists():
-            item.state = SliceState.RECEIVING
-        elif item.path.stat().st_size == item.file_bytes:
-            item.state = SliceState.READY
-            item.received_bytes = item.file_bytes
         else:
-            item.detail = "its file was changed"
+            item.take_manifest(read_manifest(item.path))
+            item.state = SliceState.RECEIVING
     except (OSError, LinkcppError, ValidationError) as error:
         item.detail = f"what is left of it on the disk is of no use: {error}"
     return item

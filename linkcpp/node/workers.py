@@ -240,7 +240,9 @@ class WorkerManager(Manager[ManagedWorker]):
             with contextlib.suppress(OSError):
                 path.unlink()
         if worker.is_alive:
-            self._cap(worker, process)
+            worker.descendants = await asyncio.to_thread(_descendants, process)
+            self._cap(worker)
+        if worker.is_alive:
             self._become_ready(worker, process)
 
     def _config(self, worker: ManagedWorker) -> WorkerConfig:
@@ -272,14 +274,21 @@ class WorkerManager(Manager[ManagedWorker]):
     def _threads(self, worker: ManagedWorker) -> int:
         return worker.request.threads or self._default_threads
 
-    def _cap(self, worker: ManagedWorker, process: SupervisedProcess) -> None:
+    def _cap(self, worker: ManagedWorker) -> None:
         """Hold the worker's rpc-server, which has its slabs now, to what it may still take."""
         scratch_bytes = worker.memory_bytes - worker.slab_bytes
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                if child.cmdline()[:1] == [str(self._engine.location.rpc_server)]:
+        for descendant in worker.descendants:
+            with contextlib.suppress(psutil.Error):
+                if descendant.cmdline()[:1] == [str(self._engine.location.rpc_server)]:
                     most = most_data_bytes(scratch_bytes, self._threads(worker))
-                    cap_memory(child.pid, worker.device, most)
+                    cap_memory(descendant.pid, worker.device, most)
+
+
+def _descendants(process: SupervisedProcess) -> tuple[psutil.Process, ...]:
+    try:
+        return tuple(psutil.Process(process.pid).children(recursive=True))
+    except psutil.Error:
+        return ()
 
 
 def _note_port(worker: ManagedWorker, line: str) -> None:

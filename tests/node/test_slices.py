@@ -322,6 +322,33 @@ async def test_another_model_at_the_address_is_refused(node: RunningAgent, web: 
     assert (await node.client.wait_slice(missing.slice_id)).state is SliceState.READY
 
 
+async def test_the_owners_token_does_not_go_to_an_address_that_somebody_else_chose(
+    node: RunningAgent, web: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINKCPP_MODEL_TOKEN", "owners-secret")
+    asked = await node.client.fetch_slice(request_for(publish(web), (0, 0, 3)))
+    await node.client.wait_slice(asked.slice_id)
+    assert web.seen
+    assert not any("owners-secret" in str(headers) for _, headers in web.seen)
+
+
+async def test_a_crash_just_before_a_fetch_was_noted_as_done_fetches_nothing_again(
+    stock_engine: EngineLocation, web: Server
+) -> None:
+    request = request_for(publish(web), (0, 0, 3))
+    async with running_agent(stock_engine) as node:
+        asked = await node.client.fetch_slice(request)
+        done = await node.client.wait_slice(asked.slice_id)
+    left = file_of(asked.slice_id).with_name("request.json")
+    left.write_text(request.model_dump_json())
+    sent = web.sent_bytes
+    async with running_agent(stock_engine) as node:
+        again = await node.client.slice(asked.slice_id)
+        assert again == done.model_copy(update={"transferred_bytes": 0})
+    assert web.sent_bytes == sent
+    assert not left.exists()
+
+
 async def test_a_path_of_the_nodes_own_disk_is_no_address(node: RunningAgent) -> None:
     headers = {"Authorization": f"Bearer {node.token}"}
     async with httpx.AsyncClient() as http:
