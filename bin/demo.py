@@ -86,7 +86,7 @@ def _demo(arguments: argparse.Namespace, stack: ExitStack) -> int:
     _title("3. Who holds what")
     plan = folder / "plan.json"
     # The coordinator offers little more than the input embeddings, so the nodes hold the layers.
-    coordinator = str(inventory.embedding_bytes + 16 * 10**6)
+    coordinator = _megabytes(inventory.embedding_bytes + 16 * 10**6)
     user.run(
         "plan", "--model", str(model), "--mode", "layers", "--min-nodes", "3", "--no-mdns", *by_url,
         "--context", "1024", "--memory", coordinator, "-o", str(plan),
@@ -173,10 +173,10 @@ def _start_node(
     """Start one agent with its own folders and memory for a good third of the model."""
     port = _free_port()
     # Besides its third, a node needs its rpc-server's own memory, compute buffers and KV cache.
-    limit = int(inventory.file_bytes / 3 * 1.3) + 128 * 10**6
+    limit = _megabytes(int(inventory.file_bytes / 3 * 1.3) + 128 * 10**6)
     log = stack.enter_context((folder / f"{name}.log").open("wb"))
     words = ["node", "--name", name, "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--memory", str(limit), "--no-mdns"]
+    words += ["--memory", limit, "--no-mdns"]
     environment = {
         **os.environ,
         "LINKCPP_HOME": str(folder / name),
@@ -191,6 +191,10 @@ def _start_node(
     url = f"http://127.0.0.1:{port}"
     _wait(f"{url}/v1/health", process, folder / f"{name}.log", f"node {name}")
     return url
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{-(-size_bytes // 10**6)}MB"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
