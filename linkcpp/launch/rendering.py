@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.paths import expand_home
 from linkcpp.common.resources import resource_folder
 from linkcpp.common.systemd import quoted
 
@@ -36,7 +37,7 @@ def templates_folder(chosen: str | None) -> Path | None:
     named = chosen or os.environ.get("LINKCPP_TEMPLATES")
     if not named:
         return None
-    folder = Path(named).expanduser().resolve()
+    folder = expand_home(Path(named)).resolve()
     if not folder.is_dir():
         raise LinkcppError(
             f"The templates folder {folder} does not exist.",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
+from linkcpp.common.paths import expand_home
 from linkcpp.launch.api import check_port, free_port, read_api_key
 from linkcpp.launch.events import first_state
 from linkcpp.launch.folder import DeploymentFolder, deployment_folder, name_from_model
@@ -40,7 +41,7 @@ def make_request(
     """
     folder = deployment_folder(name or name_from_model(plan.model.name))
     own_templates = templates_folder(templates)
-    key_file = api_key_file.expanduser().resolve() if api_key_file else None
+    key_file = expand_home(api_key_file).resolve() if api_key_file else None
     if key_file is not None:
         read_api_key(key_file)
     elif not is_loopback(host):
@@ -59,7 +60,7 @@ def make_request(
 
 
 def _model_path(plan: Plan, model: Path | None) -> Path:
-    path = (model or Path(plan.model.source)).expanduser()
+    path = expand_home(model or Path(plan.model.source))
     if path.is_file():
         return path.resolve()
     if model is not None:

@@ -9,6 +9,7 @@ from linkcpp.cluster.records import DiscoveredNode, NodeStatus
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.records import SCHEMA_VERSION, Plan
+from linkcpp.planning.soundness import unsound
 
 # A plan over a thousand nodes takes some hundred kilobytes.
 MOST_PLAN_BYTES = 16 * 2**20
@@ -24,7 +25,7 @@ def parse_plan(text: bytes | str, *, source: str) -> Plan:
     """Read the text of a plan file; ``source`` names it in errors.
 
     Raises:
-        LinkcppError: it is not a plan, or one of a newer linkcpp.
+        LinkcppError: it is not a plan, or one of a newer linkcpp, or contradicts itself.
     """
     try:
         data = json.loads(text)
@@ -40,13 +41,16 @@ def parse_plan(text: bytes | str, *, source: str) -> Plan:
             hint="Update linkcpp on this machine, or make the plan again here.",
         )
     try:
-        return Plan.model_validate(data)
+        plan = Plan.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise LinkcppError(
             f"{source} is not a valid plan: {where}: {first['msg']}.", hint=_MAKE_AGAIN
         ) from error
+    if problem := unsound(plan):
+        raise LinkcppError(f"{source} is not a valid plan: {problem}.", hint=_MAKE_AGAIN)
+    return plan
 
 
 def check_plan_model(plan: Plan, inventory: ModelInventory) -> None:

@@ -1,6 +1,7 @@
 """Plan files, and whether a plan suits a model and nodes."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,52 @@ def test_an_example_plan_is_what_the_planner_makes_of_the_example_nodes(name: st
     check_plan_nodes(plan, where.nodes)
     again = make_plan(model, where, plan.options)
     assert again.stages == plan.stages
+
+
+HERE = {"first_layer": 0, "layer_count": 20}
+THERE = {"first_layer": 20, "layer_count": 10}
+AGAIN = {"first_layer": 25, "layer_count": 5}
+FIVE = {"layer_count": 5, "holds_output": False}
+
+
+def _edited(here: Mapping[str, object], *there: Mapping[str, object]) -> str:
+    data = json.loads(plan_text(PLAN))
+    mine, theirs = data["stages"]
+    data["stages"] = [mine | HERE | here, *(theirs | THERE | changes for changes in there)]
+    return json.dumps(data)
+
+
+def test_a_plan_edited_so_that_it_still_makes_sense_is_taken() -> None:
+    assert parse_plan(_edited({}, {}), source="p.json").stages[0].layer_count == 20
+    assert len(parse_plan(_edited({}, FIVE, AGAIN | {"device": "GPU0"}), source="p").stages) == 3
+
+
+@pytest.mark.parametrize(
+    ("stages", "problem"),
+    [
+        (({"layer_count": 7}, {"layer_count": 7}), "do not cover layers 0-29 exactly once"),
+        (({}, {"layer_count": 9}), "do not cover layers 0-29 exactly once"),
+        (({}, {"first_layer": 19, "layer_count": 11}), "do not cover layers 0-29 exactly once"),
+        (({"layer_count": 21}, {"first_layer": 21, "layer_count": -1}), "do not cover layers 0-29"),
+        (({},), "do not cover layers 0-29 exactly once"),
+        (({}, {"holds_output": False}), "output belongs to its last stage"),
+        (({"holds_output": True}, {}), "output belongs to its last stage"),
+        (({}, FIVE, AGAIN), "ash CPU stands in it twice"),
+        (({}, {"is_coordinator": True}), "do not agree on which machine"),
+        (({}, {"expert_layers_in_ram": [3]}), "keeps experts of layers that it does not have"),
+        (({}, {"expert_layers_in_ram": [29]}), "cards can leave experts in its RAM"),
+    ],
+)
+def test_a_plan_edited_so_that_it_contradicts_itself_is_refused(
+    stages: tuple[Mapping[str, object], ...], problem: str
+) -> None:
+    with pytest.raises(LinkcppError, match=problem):
+        parse_plan(_edited(*stages), source="p.json")
+
+
+@pytest.mark.parametrize("size", [1, -1])
+def test_a_plan_that_holds_more_than_is_offered_is_refused(size: int) -> None:
+    data = json.loads(plan_text(PLAN))
+    data["coordinator_memory"]["available_bytes"] = size
+    with pytest.raises(LinkcppError, match=r"hold more than it offers|a size below zero"):
+        parse_plan(json.dumps(data), source="p.json")
