@@ -1,0 +1,197 @@
+"""Which experts each holder has: the first holder of every expert, and its replicas.
+
+All arrays are by layer, in the order of ``ExpertCounts.layers``. ``first[expert]`` is the holder
+that computes an expert as long as all goes well; a replica is on another node, since a node that
+dies takes all its devices along.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from linkcpp.planning.expert_problem import ExpertProblem
+from linkcpp.planning.expert_solver import ExpertCounts
+from linkcpp.planning.problem import Floats, Integers
+
+Mask = npt.NDArray[np.bool_]
+NOBODY = -1
+# Experts that are chosen more often than so many times the mean are placed one by one; the others
+# stay together, so that a slice has few segments.
+_HOT = 1.5
+_WAVES = 4
+
+
+@dataclass(frozen=True)
+class Copies:
+    """``holders[copy, expert]`` of one layer, ``NOBODY`` where a copy found no room."""
+
+    layer: int
+    number: int
+    holders: Integers
+
+    @property
+    def first(self) -> Integers:
+        """Who computes each expert."""
+        first: Integers = self.holders[0]
+        return first
+
+
+def class_numbers(problem: ExpertProblem) -> dict[int, int]:
+    """The class of each layer."""
+    return {
+        layer: number for number, entry in enumerate(problem.classes) for layer in entry.layers
+    }
+
+
+def first_holders(
+    problem: ExpertProblem, counts: ExpertCounts, weights: Sequence[Floats] | None
+) -> list[Copies]:
+    """Name the holder of every expert; with ``weights`` the often chosen go to the nearest.
+
+    ``weights`` are shares of each layer's work by expert.
+    """
+    numbers = class_numbers(problem)
+    found = []
+    for row, layer in enumerate(counts.layers):
+        number = numbers[layer]
+        sizes = np.diff(counts.ends[row], prepend=0)
+        if weights is None:
+            first = np.repeat(np.arange(problem.holder_count), sizes)
+        else:
+            level_ms = float(counts.layers_ms[row])
+            first = _by_weight(problem, number, sizes, weights[row], level_ms)
+        found.append(Copies(layer, number, first[None, :].astype(np.int64)))
+    return found
+
+
+def _by_weight(
+    problem: ExpertProblem, number: int, sizes: Integers, weights: Floats, level_ms: float
+) -> Integers:
+    """Give the most wanted experts to the nearest holders, each up to its time and its room."""
+    near = problem.least_ms(number)
+    holders = np.flatnonzero(sizes)
+    holders = holders[np.argsort(near[holders], kind="stable")]
+    used = problem.classes[number].used_count
+    open_slots = sizes[holders].copy()
+    # A whole chosen expert is computed by whoever is asked at all.
+    work = (level_ms - problem.fixed_ms[holders]) / problem.expert_ms[number][holders]
+    open_work = np.maximum(work, 1.0) / used
+    order = np.argsort(-weights, kind="stable")
+    hot = order[weights[order] > _HOT / len(weights)]
+    is_hot = np.zeros(len(weights), dtype=bool)
+    is_hot[hot] = True
+    first = np.full(len(weights), NOBODY, dtype=np.int64)
+
+    def give(expert: int) -> None:
+        is_open = open_slots > 0
+        able = is_open & (open_work >= weights[expert] - 1e-12)
+        # Beyond everybody's time, whoever is least late takes it.
+        left = np.where(is_open, open_work, -np.inf)
+        chosen = int(able.argmax() if able.any() else left.argmax())
+        first[expert] = holders[chosen]
+        open_slots[chosen] -= 1
+        open_work[chosen] -= weights[expert]
+
+    for expert in hot.tolist():
+        give(expert)
+    for expert in np.flatnonzero(~is_hot).tolist():
+        give(expert)
+    return first
+
+
+def add_replicas(
+    problem: ExpertProblem,
+    placed: Sequence[Copies],
+    node_numbers: Integers,
+    copies: int,
+    weights: Sequence[Floats] | None,
+) -> list[Copies]:
+    """Give every expert up to ``copies`` holders on different nodes, as far as memory goes.
+
+    Copy by copy, so that nobody gets a third before others have a second; with ``weights`` the
+    often chosen come first. Room is used where most of it is left.
+    """
+    room = problem.room_bytes.copy()
+    for entry in placed:
+        room -= _held(problem, entry.first) * problem.classes[entry.number].expert_bytes
+    placed = list(placed)
+    waves = _waves(placed, weights)
+    for _ in range(1, copies):
+        placed = [
+            Copies(c.layer, c.number, np.vstack([c.holders, np.full_like(c.first, NOBODY)]))
+            for c in placed
+        ]
+        for wave in waves:
+            _add_copy(problem, placed, node_numbers, room, wave)
+    return placed
+
+
+def _held(problem: ExpertProblem, holders: Integers) -> Integers:
+    counts: Integers = np.bincount(holders, minlength=problem.holder_count)
+    return counts
+
+
+def _waves(
+    placed: Sequence[Copies], weights: Sequence[Floats] | None
+) -> list[list[Mask]]:
+    """Which experts get their replicas first: masks by layer."""
+    if weights is None:
+        return [[np.ones(len(entry.first), dtype=bool) for entry in placed]]
+    bars = np.quantile(np.concatenate(list(weights)), np.linspace(1, 0, _WAVES + 1)[1:-1])
+    ranks = [np.sum(mine[:, None] < bars[None, :], axis=1) for mine in weights]
+    return [[rank == wave for rank in ranks] for wave in range(_WAVES)]
+
+
+def _add_copy(
+    problem: ExpertProblem,
+    placed: Sequence[Copies],
+    node_numbers: Integers,
+    room: Integers,
+    wave: Sequence[Mask],
+) -> None:
+    """Place one more copy of the wave's experts, changing ``room`` and the last row of holders."""
+    needed = sum(
+        int(mask.sum()) * problem.classes[entry.number].expert_bytes
+        for entry, mask in zip(placed, wave, strict=True)
+    )
+    for entry, mask in zip(placed, wave, strict=True):
+        size = problem.classes[entry.number].expert_bytes
+        is_open = mask & (entry.holders[-1] == NOBODY)
+        # Each holder's part of this layer is its part of what is still to be placed.
+        part = room / max(needed, 1) * int(is_open.sum())
+        shares = np.ceil(part * min(1.0, needed / max(int(room.sum()), 1)))
+        needed -= int(is_open.sum()) * size
+        for limits in (shares.astype(np.int64), np.full_like(room, len(is_open))):
+            _take(entry, is_open, np.minimum(limits, room // size), node_numbers, room, size)
+            if not is_open.any():
+                break
+
+
+def _take(
+    entry: Copies,
+    is_open: Mask,
+    limits: Integers,
+    node_numbers: Integers,
+    room: Integers,
+    size: int,
+) -> None:
+    """Let holders take runs of what is open, those with the most room first."""
+    nodes = np.where(entry.holders >= 0, node_numbers[entry.holders], NOBODY)
+    for holder in _with_room(limits, room):
+        is_mine = (nodes == node_numbers[holder]).any(axis=0)
+        able = np.flatnonzero(is_open & ~is_mine)[: int(limits[holder])]
+        if not len(able):
+            continue
+        entry.holders[-1, able] = holder
+        nodes[-1, able] = node_numbers[holder]
+        is_open[able] = False
+        room[holder] -= len(able) * size
+        if not is_open.any():
+            return
+
+
+def _with_room(limits: Integers, room: Integers) -> Iterator[int]:
+    able = np.flatnonzero(limits > 0)
+    yield from able[np.argsort(-room[able], kind="stable")].tolist()
