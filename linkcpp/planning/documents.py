@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from linkcpp.cluster.records import DiscoveredNode, NodeStatus
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import ModelInventory
-from linkcpp.planning.records import SCHEMA_VERSION, Plan
+from linkcpp.planning.records import SCHEMA_VERSION, ExpertShare, Plan, Stage
 from linkcpp.planning.soundness import unsound
 
 # A plan over a thousand nodes takes some hundred kilobytes.
@@ -89,7 +89,8 @@ def check_plan_nodes(plan: Plan, nodes: Iterable[DiscoveredNode]) -> None:
         LinkcppError: the first such node, by name.
     """
     by_id = {node.record.node_id: node for node in nodes if node.record is not None}
-    for stage in plan.stages:
+    parts: tuple[Stage | ExpertShare, ...] = (*plan.stages, *plan.expert_shares)
+    for stage in parts:
         if stage.is_coordinator:
             continue
         node = by_id.get(stage.node_id)

@@ -72,7 +72,9 @@ class _Grid:
         return taken
 
 
-def relax(problem: ExpertProblem, known: list[Level], top_ms: list[float], goal_ms: float) -> Relaxed:
+def relax(
+    problem: ExpertProblem, known: list[Level], top_ms: list[float], goal_ms: float
+) -> Relaxed:
     """Solve the relaxation from a placement that is known.
 
     ``top_ms`` are times by class beyond which no layer of a better placement can be. The search
@@ -90,7 +92,7 @@ def relax(problem: ExpertProblem, known: list[Level], top_ms: list[float], goal_
         for number, (grid, value) in enumerate(zip(grids, values, strict=True)):
             lower = grid.costs(grid.beyond, prices, order)
             proved += problem.classes[number].count * float(lower.min())
-            master.add_best(number, grid, order, prices, value)
+            master.add_best(number, order, prices, value)
         bound = max(bound, proved)
         if bound >= goal_ms or bound >= cost * (1 - _CLOSE_ENOUGH) or not master.has_grown:
             break
@@ -130,10 +132,12 @@ class _Master:
             time_ms, 0.0, np.inf, len(rows), rows.astype(np.int32), np.append(sizes, 1.0)
         )
 
-    def add_best(
-        self, number: int, grid: _Grid, order: Integers, prices: Floats, value: float
-    ) -> None:
-        """Add the most promising pattern of each part of the grid."""
+    def add_best(self, number: int, order: Integers, prices: Floats, value: float) -> None:
+        """Add the most promising pattern of each part of the grid.
+
+        ``order`` are the holders by price, ``value`` is what a layer of the class is worth.
+        """
+        grid = self._grids[number]
         costs = grid.costs(grid.limits, prices, order)
         for part in np.array_split(np.arange(len(costs)), _PARTS):
             if not len(part):

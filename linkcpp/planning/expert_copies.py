@@ -5,14 +5,14 @@ that computes an expert as long as all goes well; a replica is on another node, 
 dies takes all its devices along.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from linkcpp.planning.expert_problem import ExpertProblem
-from linkcpp.planning.expert_solver import ExpertCounts
+from linkcpp.planning.expert_solver import MOST_HOLDERS, ExpertCounts
 from linkcpp.planning.problem import Floats, Integers
 
 Mask = npt.NDArray[np.bool_]
@@ -40,9 +40,7 @@ class Copies:
 
 def class_numbers(problem: ExpertProblem) -> dict[int, int]:
     """The class of each layer."""
-    return {
-        layer: number for number, entry in enumerate(problem.classes) for layer in entry.layers
-    }
+    return {layer: number for number, entry in enumerate(problem.classes) for layer in entry.layers}
 
 
 def first_holders(
@@ -113,19 +111,44 @@ def add_replicas(
     Copy by copy, so that nobody gets a third before others have a second; with ``weights`` the
     often chosen come first. Room is used where most of it is left.
     """
-    room = problem.room_bytes.copy()
-    for entry in placed:
-        room -= _held(problem, entry.first) * problem.classes[entry.number].expert_bytes
     placed = list(placed)
+    room = _room(problem, placed)
     waves = _waves(placed, weights)
     for _ in range(1, copies):
+        few = _few_holders(problem, placed, room)
         placed = [
             Copies(c.layer, c.number, np.vstack([c.holders, np.full_like(c.first, NOBODY)]))
             for c in placed
         ]
         for wave in waves:
+            _add_copy(problem, placed, node_numbers, few, wave)
+        room = _room(problem, placed)
+        # Whoever is far is asked only where the near ones have no room.
+        for wave in waves if any((c.holders[-1] == NOBODY).any() for c in placed) else []:
             _add_copy(problem, placed, node_numbers, room, wave)
+        room = _room(problem, placed)
     return placed
+
+
+def _room(problem: ExpertProblem, placed: Sequence[Copies]) -> Integers:
+    """What holders have left."""
+    room = problem.room_bytes.copy()
+    for entry in placed:
+        held = _held(problem, entry.holders[entry.holders != NOBODY])
+        room -= held * problem.classes[entry.number].expert_bytes
+    return room
+
+
+def _few_holders(problem: ExpertProblem, placed: Sequence[Copies], room: Integers) -> Integers:
+    """The room of the holders in use and the nearest others, up to ``MOST_HOLDERS``."""
+    used = np.zeros(problem.holder_count, dtype=np.int64)
+    for entry in placed:
+        used += _held(problem, entry.holders[entry.holders != NOBODY])
+    near = np.lexsort((problem.expert_ms.max(axis=0) + problem.fixed_ms, used == 0))
+    chosen = near[: max(MOST_HOLDERS, int((used > 0).sum()))]
+    few = np.zeros_like(room)
+    few[chosen] = room[chosen]
+    return few
 
 
 def _held(problem: ExpertProblem, holders: Integers) -> Integers:
@@ -133,9 +156,7 @@ def _held(problem: ExpertProblem, holders: Integers) -> Integers:
     return counts
 
 
-def _waves(
-    placed: Sequence[Copies], weights: Sequence[Floats] | None
-) -> list[list[Mask]]:
+def _waves(placed: Sequence[Copies], weights: Sequence[Floats] | None) -> list[list[Mask]]:
     """Which experts get their replicas first: masks by layer."""
     if weights is None:
         return [[np.ones(len(entry.first), dtype=bool) for entry in placed]]
@@ -164,22 +185,18 @@ def _add_copy(
         shares = np.ceil(part * min(1.0, needed / max(int(room.sum()), 1)))
         needed -= int(is_open.sum()) * size
         for limits in (shares.astype(np.int64), np.full_like(room, len(is_open))):
-            _take(entry, is_open, np.minimum(limits, room // size), node_numbers, room, size)
+            taken = _take(entry, is_open, np.minimum(limits, room // size), node_numbers)
+            room -= taken * size
             if not is_open.any():
                 break
 
 
-def _take(
-    entry: Copies,
-    is_open: Mask,
-    limits: Integers,
-    node_numbers: Integers,
-    room: Integers,
-    size: int,
-) -> None:
-    """Let holders take runs of what is open, those with the most room first."""
+def _take(entry: Copies, is_open: Mask, limits: Integers, node_numbers: Integers) -> Integers:
+    """Let holders take runs of what is open, those with the highest limits first; say how much."""
+    taken = np.zeros_like(limits)
     nodes = np.where(entry.holders >= 0, node_numbers[entry.holders], NOBODY)
-    for holder in _with_room(limits, room):
+    able_holders = np.flatnonzero(limits > 0)
+    for holder in able_holders[np.argsort(-limits[able_holders], kind="stable")].tolist():
         is_mine = (nodes == node_numbers[holder]).any(axis=0)
         able = np.flatnonzero(is_open & ~is_mine)[: int(limits[holder])]
         if not len(able):
@@ -187,11 +204,7 @@ def _take(
         entry.holders[-1, able] = holder
         nodes[-1, able] = node_numbers[holder]
         is_open[able] = False
-        room[holder] -= len(able) * size
+        taken[holder] = len(able)
         if not is_open.any():
-            return
-
-
-def _with_room(limits: Integers, room: Integers) -> Iterator[int]:
-    able = np.flatnonzero(limits > 0)
-    yield from able[np.argsort(-room[able], kind="stable")].tolist()
+            break
+    return taken

@@ -94,7 +94,7 @@ def _pour(room: Integers, used: Integers, limits: Integers, size: int, need: int
     while missing > 0:
         # One more for whoever is filled least with it.
         open_holders = np.flatnonzero(totals < limits)
-        filled = (used + (totals + 1) * size)[open_holders] / room[open_holders]
+        filled = (used + (totals + 1) * size)[open_holders] / np.maximum(room[open_holders], 1)
         chosen = open_holders[np.argsort(filled, kind="stable")[:missing]]
         totals[chosen] += 1
         missing -= len(chosen)

@@ -9,7 +9,6 @@ its share of the chosen experts, of which it computes at least a whole one when 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from linkcpp.planning.problem import Floats, Integers
 
@@ -74,7 +73,7 @@ class ExpertProblem:
         limit: Integers = np.minimum(self.room_bytes // entry.expert_bytes, entry.expert_count)
         return limit
 
-    def holder_ms(self, number: int, shares: npt.NDArray[np.generic]) -> Floats:
+    def holder_ms(self, number: int, shares: Floats) -> Floats:
         """Time of every holder for shares of a layer's work (holders along the last axis)."""
         work = np.maximum(1.0, shares * float(self.classes[number].used_count))
         times: Floats = np.where(shares > 0, self.fixed_ms + self.expert_ms[number] * work, 0.0)

@@ -20,6 +20,8 @@ from linkcpp.planning.problem import Floats, Integers
 ACCEPTED_GAP = 0.003
 # Between placements whose times differ by less, the more even one is taken.
 EQUAL_TIMES = 0.001
+# Evenness alone is no reason for more links than that.
+MOST_HOLDERS = 64
 _BISECTIONS = 30
 _MOST_TRIALS = 150
 _MOST_IMPROVED = 2
@@ -122,7 +124,9 @@ def _search(
     part = _with_holders(problem, chosen)
     inside = [replace(level, totals=level.totals[chosen]) for level in best]
     relaxed = relax(part, inside, tops, cost * (1 - ACCEPTED_GAP))
-    tried = [(found, wanted) for wanted in _rounded(part, relaxed) if (found := _fill(part, wanted))]
+    tried = [
+        (found, wanted) for wanted in _rounded(part, relaxed) if (found := _fill(part, wanted))
+    ]
     tried.sort(key=lambda pair: _cost(part, pair[0]))
     for _, wanted in tried[:_MOST_IMPROVED]:
         if cost - relaxed.bound_ms <= ACCEPTED_GAP * cost:
@@ -226,10 +230,20 @@ def _cost(problem: ExpertProblem, levels: Sequence[Level]) -> float:
     return float(sum(_layers_ms(problem, level).sum() for level in levels))
 
 
+def _with_few(problem: ExpertProblem, levels: Sequence[Level]) -> ExpertProblem:
+    """The problem without room on holders that are not needed, where there are very many."""
+    used = sum((level.totals for level in levels), np.zeros_like(problem.room_bytes))
+    near = np.lexsort((problem.expert_ms.max(axis=0) + problem.fixed_ms, used == 0))
+    room = np.zeros_like(problem.room_bytes)
+    chosen = near[: max(MOST_HOLDERS, int((used > 0).sum()))]
+    room[chosen] = problem.room_bytes[chosen]
+    return replace(problem, room_bytes=room)
+
+
 def _laid_out(problem: ExpertProblem, levels: list[Level], bound_ms: float) -> ExpertCounts:
     """Even out who holds what, and give the levels to layers: the fast ones come first."""
     wanted = [Wanted(level.number, level.layer_count, level.level_ms) for level in levels]
-    even = fill_evenly(problem, wanted)
+    even = fill_evenly(_with_few(problem, levels), wanted)
     if even is not None and _cost(problem, even) <= _cost(problem, levels) * (1 + EQUAL_TIMES):
         levels = even
     numbers: list[int] = []

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 from linkcpp.cluster.records import Cluster
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import ModelInventory
+from linkcpp.planning.backbone import is_expert_layer
 from linkcpp.planning.costs import Costs, loads_next_token_blocks, pipelines_remote_devices
+from linkcpp.planning.expert_planner import can_plan_experts, plan_experts
 from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers, usable_nodes
 from linkcpp.planning.placing import MOST_DEVICES, Held, Placement, place
 from linkcpp.planning.records import (
@@ -17,6 +19,7 @@ from linkcpp.planning.records import (
     PlanOptions,
     Stage,
 )
+from linkcpp.planning.routing_counts import RoutingCounts
 
 OBJECTIVE = (
     "time of one decoded token, one sequence: memory read / memory speed of each stage, "
@@ -26,14 +29,27 @@ OBJECTIVE = (
 _TIE = 1e-9
 
 
-def find_plan(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> Plan | None:
+def find_plan(
+    inventory: ModelInventory,
+    cluster: Cluster,
+    options: PlanOptions,
+    counts: RoutingCounts | None = None,
+) -> Plan | None:
     """Return the fastest plan, or ``None`` if nothing fits; ``single`` wins ties.
+
+    Mode ``auto`` spreads experts only where neither the coordinator nor layers over nodes hold the
+    model. ``counts`` tell where experts are spread how often each is chosen.
 
     Raises:
         LinkcppError: the options do not suit the model, or this machine cannot be a coordinator.
     """
+    if options.mode is PlanMode.EXPERTS:
+        return plan_experts(inventory, cluster, options, counts)
     search = _Search(inventory, cluster, options)
     candidates = list(search.candidates(any_placement=False))
+    if not candidates and _may_spread_experts(inventory, options):
+        reason = "neither the coordinator alone nor layers over the nodes hold the model"
+        return plan_experts(inventory, cluster, options, counts, reason=reason)
     if not candidates:
         return None
     mode, best = candidates[0]
@@ -64,8 +80,18 @@ def can_plan(
     Raises:
         LinkcppError: as ``find_plan``.
     """
+    if options.mode is PlanMode.EXPERTS:
+        return can_plan_experts(inventory, cluster, options)
     search = _Search(inventory, cluster, options, costs)
-    return next(search.candidates(any_placement=True), None) is not None
+    if next(search.candidates(any_placement=True), None) is not None:
+        return True
+    return _may_spread_experts(inventory, options) and can_plan_experts(
+        inventory, cluster, options
+    )
+
+
+def _may_spread_experts(inventory: ModelInventory, options: PlanOptions) -> bool:
+    return options.mode is PlanMode.AUTO and any(map(is_expert_layer, inventory.layers))
 
 
 class _Search:

@@ -126,7 +126,10 @@ class ExpertShare(Record):
     """The experts that one device of one node computes (mode ``experts``).
 
     ``memory.weight_bytes`` is the sum of the share's slabs, which is also what the node fetches
-    besides a header. ``compute_ms`` and ``network_ms`` are its expected part of a decoded token.
+    besides a header. ``unit_count`` is how many (layer, expert) units it holds; of these
+    ``replica_count`` are computed elsewhere as long as all goes well. ``work_share`` is its part of
+    all experts' work then. ``compute_ms`` and ``network_ms`` are what a token takes here if it is
+    asked in every layer of which it has a part.
     """
 
     node_id: NodeId
@@ -135,8 +138,28 @@ class ExpertShare(Record):
     device: str
     segments: tuple[Segment, ...]
     memory: DeviceMemory
+    unit_count: int = 0
+    replica_count: int = 0
+    work_share: float = 0.0
     compute_ms: float = 0.0
     network_ms: float = 0.0
+
+
+class ExpertExpectation(Record):
+    """What mode ``experts`` predicts besides, of one decoded token.
+
+    ``typical_token_ms`` is a token's mean where a holder of experts counts by how likely it is
+    asked. There is one round trip for each layer with experts on other machines. Bytes go over
+    links, in both directions. ``short_unit_count`` of all ``unit_count`` (layer, expert) units have
+    fewer holders than were asked for.
+    """
+
+    typical_token_ms: float
+    round_trip_count: int
+    sent_bytes: float
+    received_bytes: float
+    unit_count: int
+    short_unit_count: int
 
 
 class Expectation(Record):
@@ -152,6 +175,7 @@ class Expectation(Record):
     optimality_gap: float
     objective: str
     assumptions: tuple[str, ...] = ()
+    experts: ExpertExpectation | None = None
 
 
 class Plan(Record):

@@ -9,6 +9,7 @@ from linkcpp.common.units import format_bytes
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.assumed import assumed_node, with_coordinator_memory, with_nodes
 from linkcpp.planning.costs import Costs, loads_next_token_blocks, pipelines_remote_devices
+from linkcpp.planning.expert_shortfall import expert_shortfalls
 from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers
 from linkcpp.planning.placing import MOST_DEVICES, place
 from linkcpp.planning.planner import can_plan, find_plan
@@ -21,6 +22,7 @@ from linkcpp.planning.records import (
     Remedy,
     Shortfall,
 )
+from linkcpp.planning.routing_counts import RoutingCounts
 
 SMALLEST_CONTEXT = 512
 _CONTEXT_STEP = 256
@@ -50,14 +52,19 @@ def _verb(shortfall: Shortfall) -> str:
     )
 
 
-def make_plan(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> Plan:
-    """Return the fastest plan that fits.
+def make_plan(
+    inventory: ModelInventory,
+    cluster: Cluster,
+    options: PlanOptions,
+    counts: RoutingCounts | None = None,
+) -> Plan:
+    """Return the fastest plan that fits; ``counts`` as in ``find_plan``.
 
     Raises:
         InfeasibleError: nothing fits.
         LinkcppError: the options do not suit the model, or this machine has no engine.
     """
-    plan = find_plan(inventory, cluster, options)
+    plan = find_plan(inventory, cluster, options, counts)
     if plan is None:
         raise InfeasibleError(explain(inventory, cluster, options))
     return plan
@@ -70,11 +77,14 @@ def explain(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -
     local = coordinator_offers(cluster, options)
     remote = remote_offers(cluster, options) if options.mode is not PlanMode.SINGLE else ()
     remedies = _remedies(costs, cluster)
+    if options.mode is PlanMode.EXPERTS:
+        shortfalls = tuple(expert_shortfalls(inventory, cluster, options))
+    else:
+        pipelines = pipelines_remote_devices(engine)
+        shortfalls = tuple(_shortfalls(costs, local, remote, pipelines=pipelines))
     return Infeasible(
         mode=options.mode,
-        shortfalls=tuple(
-            _shortfalls(costs, local, remote, pipelines=pipelines_remote_devices(engine))
-        ),
+        shortfalls=shortfalls,
         remedies=tuple(remedy for remedy, _ in zip(remedies, range(_MOST_REMEDIES), strict=False)),
     )
 
