@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from rich.text import Text
 
 from linkcpp.cli.output import console, print_json, status_console
-from linkcpp.cli.plan_files import read_document, save_plan
+from linkcpp.cli.plan_files import load_counts, read_document, save_plan
 from linkcpp.cli.plan_report import explanation, report, shortfall_report
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import load_config
@@ -61,6 +61,13 @@ def plan(
     min_nodes: Annotated[
         int, typer.Option(min=1, max=15, help="Spread over at least so many devices of nodes.")
     ] = 1,
+    replicas: Annotated[
+        int, typer.Option(min=1, max=16, help="Holders that each expert should have.")
+    ] = 1,
+    hot: Annotated[
+        Path | None,
+        typer.Option(help="Recorded routing counts: often chosen experts go to near holders."),
+    ] = None,
     repack: Annotated[
         bool, typer.Option("--repack", help="Faster on some CPUs, but not the same bits.")
     ] = False,
@@ -85,7 +92,7 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Decide which machine holds which layers, and predict memory and speed."""
+    """Decide which machine holds which layers or experts, and predict memory and speed."""
     options = PlanOptions(
         mode=mode,
         context_tokens=context,
@@ -96,15 +103,17 @@ def plan(
         ubatch_tokens=ubatch,
         reserve_bytes=None if reserve is None else parse_bytes(reserve),
         minimum_stages=min_nodes,
+        replicas=replicas,
         repack=repack,
     )
+    counts = None if hot is None else load_counts(hot)
     with status_console().status("Looking at the model and the nodes…") as status:
         inventory = load_model(model)
         cluster = _read_cluster(nodes) if nodes else _find_cluster(options, node or [], no_mdns)
         cluster = _changed(cluster, options, memory, assume or [])
         status.update("Planning…")
         try:
-            made = make_plan(inventory, cluster, options)
+            made = make_plan(inventory, cluster, options, counts)
         except InfeasibleError as error:
             if as_json:
                 print_json(error.infeasible)

@@ -6,6 +6,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.planning.documents import MOST_PLAN_BYTES, parse_plan, plan_text
 from linkcpp.planning.records import Plan
+from linkcpp.planning.routing_counts import RoutingCounts, parse_counts
 
 
 def save_plan(plan: Plan, path: Path) -> None:
@@ -24,6 +25,15 @@ def load_plan(path: Path) -> Plan:
         LinkcppError: it cannot be read, is not a plan, or was written by a newer linkcpp.
     """
     return parse_plan(read_document(path, "plan"), source=str(path))
+
+
+def load_counts(path: Path) -> RoutingCounts:
+    """Read recorded routing counts.
+
+    Raises:
+        LinkcppError: they cannot be read, or are no counts.
+    """
+    return parse_counts(read_document(path, "record of routing counts"), source=str(path))
 
 
 def read_document(path: Path, kind: str) -> bytes:

@@ -11,14 +11,20 @@ from collections.abc import Mapping
 
 from linkcpp.planning.records import CacheType, Plan, Stage
 
+# What the virtual device takes: the matrices of experts and their biases, whatever the layer.
+EXPERT_TENSORS = r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)"
 _PLAIN_TYPES = (CacheType.F32, CacheType.F16, CacheType.BF16)
 
 
-def server_arguments(plan: Plan, endpoints: Mapping[int, str]) -> tuple[str, ...]:
+def server_arguments(
+    plan: Plan, endpoints: Mapping[int, str], *, experts_at: str | None = None
+) -> tuple[str, ...]:
     """Return the arguments of llama-server that follow from a plan.
 
     ``endpoints`` names for each remote stage, by its index in ``plan.stages``, where its rpc-server
     is reached: always an IPv4 address and port (llama.cpp splits at the first colon).
+    ``experts_at`` is that of the virtual device to which all experts go in mode ``experts``;
+    without it the arguments are those of the backbone alone.
 
     Raises:
         KeyError: a remote stage has no endpoint.
@@ -32,15 +38,24 @@ def server_arguments(plan: Plan, endpoints: Mapping[int, str]) -> tuple[str, ...
         for index, stage in enumerate(plan.stages)
         if stage in devices
     ]
+    servers = [endpoints[index] for index in remote]
+    cuts = [stage.slot_count for stage in devices]
+    if experts_at is not None:
+        # In the list of devices, or llama.cpp computes nothing there; no layer goes to it.
+        names.append(f"RPC{len(servers)}")
+        servers.append(experts_at)
+        cuts.append(0)
     arguments = ["--fit", "off"]
-    if remote:
-        arguments += ["--rpc", ",".join(endpoints[index] for index in remote)]
+    if servers:
+        arguments += ["--rpc", ",".join(servers)]
     arguments += ["--device", ",".join(names) or "none"]
-    arguments += ["-ngl", str(sum(stage.slot_count for stage in devices))]
-    if len(devices) > 1:
-        arguments += ["-ts", ",".join(str(stage.slot_count) for stage in devices)]
+    arguments += ["-ngl", str(sum(cuts))]
+    if devices and len(cuts) > 1:
+        arguments += ["-ts", ",".join(map(str, cuts))]
     if override := _experts_in_ram(plan.stages):
         arguments += ["-ot", override]
+    if experts_at is not None:
+        arguments += ["-ot", f"{EXPERT_TENSORS}={names[-1]}[{experts_at}]"]
     if not options.repack:
         arguments.append("--no-repack")
     arguments += [
