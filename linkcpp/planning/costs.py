@@ -48,8 +48,11 @@ def loads_next_token_blocks(engine: EngineFingerprint | None) -> bool:
 
 
 def pipelines_remote_devices(engine: EngineFingerprint | None) -> bool:
-    """Whether a build processes prompts as a pipeline over RPC devices (see ``buffers``)."""
-    return engine is not None and engine.rpc_version is not None and engine.rpc_version.major >= 7
+    """Whether a build processes prompts as a pipeline over RPC devices (see ``buffers``).
+
+    That takes more memory, so it is assumed of a build that is not known.
+    """
+    return engine is None or engine.rpc_version is None or engine.rpc_version.major >= 7
 
 
 @dataclass(frozen=True)

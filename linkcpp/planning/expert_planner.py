@@ -9,6 +9,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import ModelInventory
 from linkcpp.model.slices.segments import Segment
 from linkcpp.planning.backbone import DISPATCH_MS, Setting, is_expert_layer, settings
+from linkcpp.planning.engines import planned_engine
 from linkcpp.planning.expert_copies import NOBODY, Copies, add_replicas, first_holders
 from linkcpp.planning.expert_forecast import Forecast, forecast
 from linkcpp.planning.expert_problem import ExpertProblem
@@ -59,14 +60,8 @@ def plan_experts(
     ``counts`` tell how often each expert is chosen; without them all are alike.
 
     Raises:
-        LinkcppError: the model has no experts, the counts are another model's, or this machine
-            cannot be a coordinator.
+        LinkcppError: the model has no experts, or the counts are another model's.
     """
-    if cluster.coordinator.engine is None:
-        raise LinkcppError(
-            "This machine has no working llama.cpp engine, which a coordinator needs.",
-            hint="`linkcpp doctor` says what is missing; `linkcpp engine install` mends it.",
-        )
     if counts is not None:
         check_counts(inventory, counts)
     candidates = []
@@ -175,7 +170,7 @@ def _plan(
     reason: str,
 ) -> Plan:
     coordinator = cluster.coordinator
-    assert coordinator.engine is not None  # noqa: S101 - refused before
+    engine, engine_notes = planned_engine(coordinator)
     setting, expected = found.setting, found.forecast
     backbone = setting.backbone
     shares = tuple(_shares(found))
@@ -189,7 +184,7 @@ def _plan(
             }
         )
     token = expected.token_ms
-    notes = list(backbone.offer.assumed)
+    notes = [*engine_notes, *backbone.offer.assumed]
     holder_names = {(share.node_id, share.device) for share in shares}
     for holder in setting.holders:
         if (holder.offer.node_id, holder.offer.device) in holder_names:
@@ -208,7 +203,7 @@ def _plan(
         options=options,
         coordinator_id=coordinator.node_id,
         coordinator_name=coordinator.name,
-        engine=coordinator.engine,
+        engine=engine,
         stages=(_stage(setting, coordinator.name),),
         expert_shares=shares,
         coordinator_memory=memory,

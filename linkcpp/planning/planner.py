@@ -7,6 +7,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.backbone import is_expert_layer
 from linkcpp.planning.costs import Costs, loads_next_token_blocks, pipelines_remote_devices
+from linkcpp.planning.engines import planned_engine
 from linkcpp.planning.expert_planner import can_plan_experts, plan_experts
 from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers, usable_nodes
 from linkcpp.planning.placing import MOST_DEVICES, Held, Placement, place
@@ -41,7 +42,7 @@ def find_plan(
     model. ``counts`` tell where experts are spread how often each is chosen.
 
     Raises:
-        LinkcppError: the options do not suit the model, or this machine cannot be a coordinator.
+        LinkcppError: the options do not suit the model.
     """
     if options.mode is PlanMode.EXPERTS:
         return plan_experts(inventory, cluster, options, counts)
@@ -85,9 +86,7 @@ def can_plan(
     search = _Search(inventory, cluster, options, costs)
     if next(search.candidates(any_placement=True), None) is not None:
         return True
-    return _may_spread_experts(inventory, options) and can_plan_experts(
-        inventory, cluster, options
-    )
+    return _may_spread_experts(inventory, options) and can_plan_experts(inventory, cluster, options)
 
 
 def _may_spread_experts(inventory: ModelInventory, options: PlanOptions) -> bool:
@@ -109,11 +108,6 @@ class _Search:
             raise LinkcppError(
                 f"Layers are not placed in mode {options.mode}.",
                 hint="Plan with --mode auto, single or layers.",
-            )
-        if engine is None:
-            raise LinkcppError(
-                "This machine has no working llama.cpp engine, which a coordinator needs.",
-                hint="`linkcpp doctor` says what is missing; `linkcpp engine install` mends it.",
             )
         self._options = options
         self._pipelines_remote = pipelines_remote_devices(engine)
@@ -160,7 +154,7 @@ def _plan(
     reason: str,
 ) -> Plan:
     coordinator, inventory = cluster.coordinator, costs.inventory
-    assert coordinator.engine is not None  # noqa: S101 - the search refuses it before
+    engine, engine_notes = planned_engine(coordinator)
     host = coordinator_offers(cluster, costs.options)[0]
     stages = tuple(_stage(costs, held, host, placement) for held in placement.windows)
     own = next((held for held in placement.windows if held.offer.is_host), None)
@@ -172,7 +166,7 @@ def _plan(
     compute = sum(stage.compute_ms for stage in stages)
     network = sum(stage.network_ms for stage in stages)
     token = compute + network
-    assumed = [note for held in placement.windows for note in held.offer.assumed]
+    assumed = [*engine_notes, *(n for held in placement.windows for n in held.offer.assumed)]
     return Plan(
         mode=mode,
         model=ModelReference(
@@ -186,7 +180,7 @@ def _plan(
         options=costs.options,
         coordinator_id=coordinator.node_id,
         coordinator_name=coordinator.name,
-        engine=coordinator.engine,
+        engine=engine,
         stages=stages,
         coordinator_memory=costs.host_memory(
             own.last if own else 0,

@@ -225,8 +225,12 @@ class Remedy(Record):
 
 
 class Infeasible(Record):
-    """Why there is no plan, and the changes with which there would be, the smallest first."""
+    """Why there is no plan, and the changes with which there would be, the smallest first.
+
+    ``problem`` is a sentence where it is not memory that is short; there are no shortfalls then.
+    """
 
     mode: PlanMode
     shortfalls: tuple[Shortfall, ...]
     remedies: tuple[Remedy, ...]
+    problem: str | None = None

@@ -35,20 +35,19 @@ class InfeasibleError(LinkcppError):
     """No placement fits; ``infeasible`` says what is short and what would help."""
 
     def __init__(self, infeasible: Infeasible) -> None:
-        first = infeasible.shortfalls[0]
         remedies = " Or: ".join(remedy.text for remedy in infeasible.remedies)
         super().__init__(
-            f"The model does not fit: {first.where} {_verb(first)}.",
+            infeasible.problem or f"The model does not fit: {_short(infeasible.shortfalls[0])}.",
             hint=remedies or "Add memory or nodes, or take a smaller model.",
         )
         self.infeasible = infeasible
 
 
-def _verb(shortfall: Shortfall) -> str:
-    short = max(0, shortfall.short_bytes)
+def _short(shortfall: Shortfall) -> str:
     return (
-        f"needs {format_bytes(shortfall.needed_bytes)} for {shortfall.what} and has "
-        f"{format_bytes(shortfall.available_bytes)}, {format_bytes(short)} short"
+        f"{shortfall.where} needs {format_bytes(shortfall.needed_bytes)} for {shortfall.what} and "
+        f"offers {format_bytes(shortfall.available_bytes)}, "
+        f"{format_bytes(shortfall.short_bytes)} short"
     )
 
 
@@ -62,7 +61,7 @@ def make_plan(
 
     Raises:
         InfeasibleError: nothing fits.
-        LinkcppError: the options do not suit the model, or this machine has no engine.
+        LinkcppError: the options do not suit the model.
     """
     plan = find_plan(inventory, cluster, options, counts)
     if plan is None:
@@ -76,6 +75,8 @@ def explain(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -
     costs = Costs(inventory, options, loads_next_token=loads_next_token_blocks(engine))
     local = coordinator_offers(cluster, options)
     remote = remote_offers(cluster, options) if options.mode is not PlanMode.SINGLE else ()
+    if options.mode is PlanMode.LAYERS and not remote:
+        return _no_nodes(costs, cluster)
     remedies = _remedies(costs, cluster)
     if options.mode is PlanMode.EXPERTS:
         shortfalls = tuple(expert_shortfalls(inventory, cluster, options))
@@ -86,6 +87,22 @@ def explain(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -
         mode=options.mode,
         shortfalls=shortfalls,
         remedies=tuple(remedy for remedy, _ in zip(remedies, range(_MOST_REMEDIES), strict=False)),
+    )
+
+
+def _no_nodes(costs: Costs, cluster: Cluster) -> Infeasible:
+    reasons = [f"{node.name}: {node.reason or node.status}" for node in cluster.nodes]
+    seen = f"none can be used ({'; '.join(reasons)})" if reasons else "none was found"
+    text = "Start `linkcpp node` on another machine (`linkcpp discover` shows it), or name --node."
+    remedies = [Remedy(text=text)]
+    alone = _with(costs.options, mode=PlanMode.SINGLE, minimum_stages=1)
+    if can_plan(costs.inventory, cluster, alone):
+        remedies.append(Remedy(text="Plan for this machine alone: --mode single.", options=alone))
+    return Infeasible(
+        mode=costs.options.mode,
+        shortfalls=(),
+        remedies=tuple(remedies),
+        problem=f"Mode {costs.options.mode} needs at least one node, and {seen}.",
     )
 
 

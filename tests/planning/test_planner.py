@@ -153,11 +153,21 @@ def test_a_node_that_claims_more_than_any_machine_has_does_no_harm(small: ModelI
     check(plan, small)
 
 
-def test_a_coordinator_without_an_engine_is_told_so(small: ModelInventory) -> None:
-    where = cluster(8 * GIGABYTE)
-    bare = where.coordinator.model_copy(update={"engine": None})
-    with pytest.raises(LinkcppError, match="no working"):
-        make_plan(small, Cluster(coordinator=bare, nodes=()), PlanOptions())
+@pytest.mark.parametrize("mode", [PlanMode.SINGLE, PlanMode.LAYERS, PlanMode.EXPERTS])
+def test_without_an_engine_sizes_are_of_the_build_that_takes_most_and_that_is_said(
+    large: ModelInventory, mode: PlanMode
+) -> None:
+    bare = machine("here", device("CPU", 128 * GIGABYTE, 20e9))
+    bare = bare.model_copy(update={"engine": None})
+    ash = node("ash", device("CPU", 128 * GIGABYTE, 20e9))
+    options = PlanOptions(mode=mode)
+    plan = make_plan(large, Cluster(coordinator=bare, nodes=(ash,)), options)
+    assert plan.engine.rpc_version is None
+    assert any("no working llama.cpp engine" in note for note in plan.expectation.assumptions)
+    for major in (4, 7):
+        known = make_plan(large, cluster(128 * GIGABYTE, ash, major=major), options)
+        assert not any("engine" in note for note in known.expectation.assumptions)
+        assert plan.coordinator_memory.used_bytes >= known.coordinator_memory.used_bytes
 
 
 def test_what_is_short_is_said_and_every_remedy_helps(large: ModelInventory) -> None:
