@@ -28,10 +28,11 @@ _PARTS = 4
 
 @dataclass(frozen=True)
 class Relaxed:
-    """A bound in milliseconds of all layers, and by class (level in ms, how many layers)."""
+    """A bound in milliseconds of all layers, how much of which level, and who takes part."""
 
     bound_ms: float
     weights: tuple[tuple[Wanted, float], ...]
+    holders: Integers
 
 
 class _Grid:
@@ -52,18 +53,21 @@ class _Grid:
             levels = np.geomspace(low, high, count) if high > low else np.array([low])
         self.levels: Floats = levels if len(levels) else np.array([low])
         self.limits = problem.most_experts(number, self.levels).astype(np.float64)
-        self.beyond = self.limits if is_exact else np.roll(self.limits, -1, axis=1)
-        if not is_exact:
-            self.beyond[:, -1] = self.limits[:, -1]
+        self._is_exact = is_exact
         self.need = entry.expert_count
         self.size = entry.expert_bytes
 
-    def costs(self, limits: Floats, prices: Floats, order: Integers) -> Floats:
-        """Time and price of the cheapest pattern of every level."""
-        taken = self.taken(limits[order])
-        costs: Floats = self.levels + self.size * (prices[order] @ taken)
-        short = limits.sum(axis=0) < self.need
-        return np.where(short, np.inf, costs)
+    def prices(self, prices: Floats, order: Integers) -> Floats:
+        """Price of the cheapest pattern of every level, infinite where there is none."""
+        limits = self.limits[order]
+        paid: Floats = self.size * (prices[order] @ self.taken(limits))
+        return np.where(limits.sum(axis=0) < self.need, np.inf, paid)
+
+    def lower(self, paid: Floats) -> float:
+        """The least that a layer costs at any time, given the prices of the levels."""
+        if not self._is_exact:
+            paid = np.append(paid[1:], paid[-1])
+        return float((self.levels + paid).min())
 
     def taken(self, limits: Floats) -> Floats:
         """Take what is needed from the holders in their order."""
@@ -90,13 +94,13 @@ def relax(
         order = np.argsort(prices, kind="stable").astype(np.int64)
         proved = -float(prices @ problem.room_bytes)
         for number, (grid, value) in enumerate(zip(grids, values, strict=True)):
-            lower = grid.costs(grid.beyond, prices, order)
-            proved += problem.classes[number].count * float(lower.min())
-            master.add_best(number, order, prices, value)
+            paid = grid.prices(prices, order)
+            proved += problem.classes[number].count * grid.lower(paid)
+            master.add_best(number, order, grid.levels + paid, value)
         bound = max(bound, proved)
         if bound >= goal_ms or bound >= cost * (1 - _CLOSE_ENOUGH) or not master.has_grown:
             break
-    return Relaxed(bound, master.weights())
+    return Relaxed(bound, master.weights(), master.holders())
 
 
 class _Master:
@@ -132,13 +136,13 @@ class _Master:
             time_ms, 0.0, np.inf, len(rows), rows.astype(np.int32), np.append(sizes, 1.0)
         )
 
-    def add_best(self, number: int, order: Integers, prices: Floats, value: float) -> None:
+    def add_best(self, number: int, order: Integers, costs: Floats, value: float) -> None:
         """Add the most promising pattern of each part of the grid.
 
-        ``order`` are the holders by price, ``value`` is what a layer of the class is worth.
+        ``order`` are the holders by price, ``costs`` the time and price of the levels, ``value`` is
+        what a layer of the class is worth.
         """
         grid = self._grids[number]
-        costs = grid.costs(grid.limits, prices, order)
         for part in np.array_split(np.arange(len(costs)), _PARTS):
             if not len(part):
                 continue
@@ -161,6 +165,11 @@ class _Master:
             prices,
             [float(value) for value in duals[count:]],
         )
+
+    def holders(self) -> Integers:
+        """Who has experts in the solution."""
+        used = np.array(self._solver.getSolution().row_value[: self._problem.holder_count])
+        return np.flatnonzero(used > 1e-9)
 
     def weights(self) -> tuple[tuple[Wanted, float], ...]:
         """How much of each pattern the solution has."""

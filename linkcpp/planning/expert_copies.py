@@ -18,9 +18,12 @@ from linkcpp.planning.problem import Floats, Integers
 Mask = npt.NDArray[np.bool_]
 NOBODY = -1
 # Experts that are chosen more often than so many times the mean are placed one by one; the others
-# stay together, so that a slice has few segments.
-_HOT = 1.5
+# stay together. Where a slice gets too many segments so, fewer count as hot, at last none.
+HOTNESS = (1.5, 3.0, 6.0, float("inf"))
+# What a node takes in one slice; as linkcpp.node.records.MOST_SEGMENTS.
+MOST_SEGMENTS = 512
 _WAVES = 4
+_MIRRORED = 1.25
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,55 @@ def class_numbers(problem: ExpertProblem) -> dict[int, int]:
     return {layer: number for number, entry in enumerate(problem.classes) for layer in entry.layers}
 
 
-def first_holders(
-    problem: ExpertProblem, counts: ExpertCounts, weights: Sequence[Floats] | None
+def place_copies(
+    problem: ExpertProblem,
+    counts: ExpertCounts,
+    node_numbers: Integers,
+    copies: int,
+    weights: Sequence[Floats] | None,
 ) -> list[Copies]:
-    """Name the holder of every expert; with ``weights`` the often chosen go to the nearest.
+    """Name up to ``copies`` holders of every expert, on different nodes.
 
-    ``weights`` are shares of each layer's work by expert.
+    With ``weights``, shares of each layer's work by expert, the often chosen ones go to the nearest
+    holders and get their replicas first.
     """
+    for hotness in HOTNESS if weights is not None else ():
+        placed = _first_holders(problem, counts, weights, hotness)
+        placed = _add_replicas(problem, placed, node_numbers, copies, weights)
+        if _most_segments(problem, placed) <= MOST_SEGMENTS:
+            return placed
+    placed = _first_holders(problem, counts, None, 0.0)
+    return _add_replicas(problem, placed, node_numbers, copies, None)
+
+
+def _most_segments(problem: ExpertProblem, placed: Sequence[Copies]) -> int:
+    counts = np.zeros(problem.holder_count, dtype=np.int64)
+    for entry in placed:
+        owners = np.array([owner for owner, _, _ in runs(entry.holders)], dtype=np.int64)
+        counts += _held(problem, owners)
+    return int(counts.max())
+
+
+def runs(holders: Integers) -> list[tuple[int, int, int]]:
+    """Who has which run of a layer's experts, sorted: (holder, first, last), copies joined."""
+    copies, experts = np.nonzero(holders != NOBODY)
+    owners = holders[copies, experts]
+    order = np.lexsort((experts, owners))
+    owners, experts = owners[order], experts[order]
+    is_start = (np.diff(owners, prepend=-1) != 0) | (np.diff(experts, prepend=-2) != 1)
+    starts = np.flatnonzero(is_start)
+    ends = np.append(starts[1:], len(owners)) - 1
+    columns = (owners[starts], experts[starts], experts[ends])
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _first_holders(
+    problem: ExpertProblem,
+    counts: ExpertCounts,
+    weights: Sequence[Floats] | None,
+    hotness: float,
+) -> list[Copies]:
+    """Name the holder of every expert."""
     numbers = class_numbers(problem)
     found = []
     for row, layer in enumerate(counts.layers):
@@ -59,15 +104,20 @@ def first_holders(
             first = np.repeat(np.arange(problem.holder_count), sizes)
         else:
             level_ms = float(counts.layers_ms[row])
-            first = _by_weight(problem, number, sizes, weights[row], level_ms)
+            is_hot = weights[row] > hotness / len(weights[row])
+            first = _by_weight(problem, number, sizes, (weights[row], is_hot, level_ms))
         found.append(Copies(layer, number, first[None, :].astype(np.int64)))
     return found
 
 
 def _by_weight(
-    problem: ExpertProblem, number: int, sizes: Integers, weights: Floats, level_ms: float
+    problem: ExpertProblem, number: int, sizes: Integers, wanted: tuple[Floats, Mask, float]
 ) -> Integers:
-    """Give the most wanted experts to the nearest holders, each up to its time and its room."""
+    """Give the hot experts to the nearest holders, each up to its time and its room.
+
+    ``wanted`` are the weights, which of them are hot, and the time of the layer in milliseconds.
+    """
+    weights, is_hot, level_ms = wanted
     near = problem.least_ms(number)
     holders = np.flatnonzero(sizes)
     holders = holders[np.argsort(near[holders], kind="stable")]
@@ -77,9 +127,6 @@ def _by_weight(
     work = (level_ms - problem.fixed_ms[holders]) / problem.expert_ms[number][holders]
     open_work = np.maximum(work, 1.0) / used
     order = np.argsort(-weights, kind="stable")
-    hot = order[weights[order] > _HOT / len(weights)]
-    is_hot = np.zeros(len(weights), dtype=bool)
-    is_hot[hot] = True
     first = np.full(len(weights), NOBODY, dtype=np.int64)
 
     def give(expert: int) -> None:
@@ -92,14 +139,12 @@ def _by_weight(
         open_slots[chosen] -= 1
         open_work[chosen] -= weights[expert]
 
-    for expert in hot.tolist():
-        give(expert)
-    for expert in np.flatnonzero(~is_hot).tolist():
+    for expert in (*order[is_hot[order]].tolist(), *np.flatnonzero(~is_hot).tolist()):
         give(expert)
     return first
 
 
-def add_replicas(
+def _add_replicas(
     problem: ExpertProblem,
     placed: Sequence[Copies],
     node_numbers: Integers,
@@ -184,11 +229,37 @@ def _add_copy(
         part = room / max(needed, 1) * int(is_open.sum())
         shares = np.ceil(part * min(1.0, needed / max(int(room.sum()), 1)))
         needed -= int(is_open.sum()) * size
+        room -= _mirror(entry, is_open, shares, room // size, node_numbers) * size
         for limits in (shares.astype(np.int64), np.full_like(room, len(is_open))):
             taken = _take(entry, is_open, np.minimum(limits, room // size), node_numbers)
             room -= taken * size
             if not is_open.any():
                 break
+
+
+def _mirror(
+    entry: Copies, is_open: Mask, shares: Floats, fitting: Integers, node_numbers: Integers
+) -> Integers:
+    """Let a holder take all that another one computes, if that is about its share; say how much.
+
+    So the replicas of a slice are a slice too, with as few segments.
+    """
+    taken = np.zeros_like(fitting)
+    first = entry.first
+    holders = np.unique(first)
+    shift = len(holders) * (len(entry.holders) - 1) // len(entry.holders)
+    shift = max(shift, 1)
+    for place, owner in enumerate(holders.tolist()):
+        other = int(holders[(place + shift) % len(holders)])
+        wanted = is_open & (first == owner)
+        count = int(wanted.sum())
+        others = entry.holders[:, wanted]
+        is_there = ((others != NOBODY) & (node_numbers[others] == node_numbers[other])).any()
+        if count and not is_there and count <= min(_MIRRORED * shares[other] + 1, fitting[other]):
+            entry.holders[-1, wanted] = other
+            is_open &= ~wanted
+            taken[other] = count
+    return taken
 
 
 def _take(entry: Copies, is_open: Mask, limits: Integers, node_numbers: Integers) -> Integers:

@@ -10,7 +10,7 @@ from linkcpp.model.records import ModelInventory
 from linkcpp.model.slices.segments import Segment
 from linkcpp.planning.backbone import DISPATCH_MS, Setting, is_expert_layer, settings
 from linkcpp.planning.engines import planned_engine
-from linkcpp.planning.expert_copies import NOBODY, Copies, add_replicas, first_holders
+from linkcpp.planning.expert_copies import NOBODY, Copies, place_copies, runs
 from linkcpp.planning.expert_forecast import Forecast, forecast
 from linkcpp.planning.expert_problem import ExpertProblem
 from linkcpp.planning.expert_solver import ExpertCounts, fits, place_experts
@@ -124,9 +124,8 @@ def _candidate(
         bound = sum(
             entry.count * _least_ms(problem, number) for number, entry in enumerate(problem.classes)
         )
-    placed = first_holders(problem, counted, weights)
     nodes = _node_numbers(setting)
-    placed = add_replicas(problem, placed, nodes, options.replicas, weights)
+    placed = place_copies(problem, counted, nodes, options.replicas, weights)
     expected = forecast(setting, placed, weights)
     other = expected.token_ms - expected.layers_ms
     return _Candidate(setting, counted, placed, expected, min(bound + other, expected.token_ms))
@@ -274,7 +273,7 @@ def _shares(found: _Candidate) -> list[ExpertShare]:
         sizes += held * problem.classes[entry.number].expert_bytes
         units += held
         firsts += np.bincount(entry.first, minlength=len(sizes))
-        for owner, first, last in _runs(entry.holders):
+        for owner, first, last in runs(entry.holders):
             segments[owner].append(Segment(layer=entry.layer, first=first, last=last))
     shares = []
     for number in np.flatnonzero(units).tolist():
@@ -303,18 +302,3 @@ def _shares(found: _Candidate) -> list[ExpertShare]:
             )
         )
     return shares
-
-
-def _runs(holders: Integers) -> list[tuple[int, int, int]]:
-    """Who has which run of a layer's experts, sorted: (holder, first, last), copies joined."""
-    copies, experts = np.nonzero(holders >= 0)
-    owners = holders[copies, experts]
-    order = np.lexsort((experts, owners))
-    owners, experts = owners[order], experts[order]
-    starts = np.flatnonzero(
-        np.diff(owners, prepend=-1).astype(bool) | (np.diff(experts, prepend=-2) != 1)
-    )
-    ends = np.append(starts[1:], len(owners)) - 1
-    return list(
-        zip(owners[starts].tolist(), experts[starts].tolist(), experts[ends].tolist(), strict=True)
-    )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from linkcpp.planning.expert_bound import Relaxed, relax
 from linkcpp.planning.expert_filling import Wanted, fill_evenly, fill_far_first
@@ -24,8 +25,10 @@ EQUAL_TIMES = 0.001
 MOST_HOLDERS = 64
 _BISECTIONS = 30
 _MOST_TRIALS = 150
+_FEWEST_TRIALS = 20
+_WORK = 20_000
 _MOST_IMPROVED = 2
-_MOST_FLOWS = 2000
+_MOST_FLOWS = 4000
 _OFFSETS = (0.5, 0.75, 0.25, 1.0, 0.0)
 
 
@@ -115,31 +118,35 @@ def _search(
     cost = _cost(problem, best)
     # All other layers take the least that they can; so this much is left for one.
     tops = [low + cost - least for low in lows]
-    near = np.zeros(problem.holder_count, dtype=bool)
+    near = np.sum([level.totals for level in best], axis=0) > 0
     for number, top in enumerate(tops):
         near |= problem.least_ms(number) <= top * (1 + 1e-9)
-    for level in best:
-        near |= level.totals > 0
     chosen = np.flatnonzero(near)
     part = _with_holders(problem, chosen)
     inside = [replace(level, totals=level.totals[chosen]) for level in best]
     relaxed = relax(part, inside, tops, cost * (1 - ACCEPTED_GAP))
-    tried = [
-        (found, wanted) for wanted in _rounded(part, relaxed) if (found := _fill(part, wanted))
-    ]
+    bound = max(least, relaxed.bound_ms)
+    # Few holders take part, which makes it cheap to try much.
+    chosen = chosen[relaxed.holders]
+    part = _with_holders(problem, chosen)
+    rounded = list(_rounded(part, relaxed))
+    tried = [(found, wanted) for wanted in rounded if (found := _fill(part, wanted))]
     tried.sort(key=lambda pair: _cost(part, pair[0]))
     for _, wanted in tried[:_MOST_IMPROVED]:
-        if cost - relaxed.bound_ms <= ACCEPTED_GAP * cost:
+        if cost - bound <= ACCEPTED_GAP * cost:
             break
         found = _improve(part, wanted)
         if (time := _cost(part, found)) < cost:
-            inside, cost = found, time
-    levels = []
-    for level in inside:
-        totals = np.zeros(problem.holder_count, dtype=np.int64)
-        totals[chosen] = level.totals
-        levels.append(replace(level, totals=totals))
-    return levels, max(least, relaxed.bound_ms)
+            cost = time
+            best = [replace(entry, totals=_among(entry.totals, chosen, near)) for entry in found]
+    return best, bound
+
+
+def _among(totals: Integers, chosen: Integers, everybody: npt.NDArray[np.bool_]) -> Integers:
+    """Totals of chosen holders, as those of all."""
+    among = np.zeros(len(everybody), dtype=np.int64)
+    among[chosen] = totals
+    return among
 
 
 def _rounded(problem: ExpertProblem, relaxed: Relaxed) -> Iterator[list[Wanted]]:
@@ -166,13 +173,14 @@ def _rounded(problem: ExpertProblem, relaxed: Relaxed) -> Iterator[list[Wanted]]
 def _improve(problem: ExpertProblem, wanted: list[Wanted]) -> list[Level]:
     """Make levels faster as long as everything still fits: whole levels, then single layers."""
     trials = 0
+    most = max(_FEWEST_TRIALS, min(_MOST_TRIALS, _WORK // (len(wanted) * problem.holder_count)))
     has_improved = True
-    while has_improved and trials < _MOST_TRIALS:
+    while has_improved and trials < most:
         has_improved = False
         for index in sorted(range(len(wanted)), key=lambda i: -wanted[i].level_ms):
             for changed in _faster(problem, wanted, index):
                 trials += 1
-                if trials >= _MOST_TRIALS:
+                if trials >= most:
                     break
                 if _fill(problem, changed) is not None:
                     wanted, has_improved = changed, True
