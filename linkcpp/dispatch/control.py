@@ -4,18 +4,26 @@ import hmac
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
+from pydantic import Field
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import WireRecord
+from linkcpp.dispatch.admission import EXPERTS_A_LAYER
+from linkcpp.dispatch.checks import AdmissionStatus, RowCheck, admission_status
 from linkcpp.dispatch.device import VirtualDevice
-from linkcpp.dispatch.holders import Holder, WorkerAddress
+from linkcpp.dispatch.holder import Holder, WorkerAddress
 from linkcpp.dispatch.swarm import Swarm
 from linkcpp.engine.rpc_server import LOOPBACK
 from linkcpp.worker.frames import Segment
 
+MOST_CHECKED_EXPERTS = 64
+
 
 class WorkerStatus(WireRecord):
-    """One worker. Times are means over all its answers; bytes count both directions' payloads."""
+    """One worker. Times are means over all its answers; bytes count both directions' payloads.
+
+    ``admission`` sums up the checks of its rows; ``None`` where it was not checked yet.
+    """
 
     name: str
     state: str
@@ -28,6 +36,7 @@ class WorkerStatus(WireRecord):
     failure_count: int
     mean_wait_ms: float
     mean_compute_ms: float
+    admission: AdmissionStatus | None = None
 
 
 class FallbackStatus(WireRecord):
@@ -81,6 +90,13 @@ class NewWorker(WireRecord):
     token: str
 
 
+class CheckRequest(WireRecord):
+    """A worker's rows are to be compared, for some of its experts of a layer."""
+
+    layer: int
+    expert_count: int = Field(default=EXPERTS_A_LAYER, ge=1, le=MOST_CHECKED_EXPERTS)
+
+
 def worker_status(holder: Holder) -> WorkerStatus:
     """Describe a worker as it is now."""
     requests = max(holder.request_count, 1)
@@ -96,6 +112,7 @@ def worker_status(holder: Holder) -> WorkerStatus:
         failure_count=holder.failure_count,
         mean_wait_ms=1000 * holder.waited_seconds / requests,
         mean_compute_ms=1000 * holder.worker_seconds / requests,
+        admission=admission_status(tuple(holder.checks.values())),
     )
 
 
@@ -133,7 +150,10 @@ def dispatch_status(device: VirtualDevice, swarm: Swarm) -> DispatchStatus:
 
 
 def build_control(device: VirtualDevice, swarm: Swarm, token: str) -> FastAPI:
-    """Make the HTTP application: GET /status, POST /workers, DELETE /workers/NAME."""
+    """Make the HTTP application: GET /status, POST /workers, DELETE /workers/NAME.
+
+    POST /workers/NAME/check compares rows of a worker with a reference.
+    """
 
     def authorize(request: Request) -> None:
         given = request.headers.get("authorization", "")
@@ -157,5 +177,9 @@ def build_control(device: VirtualDevice, swarm: Swarm, token: str) -> FastAPI:
     @app.delete("/workers/{name}")
     def remove(name: str) -> None:
         swarm.holders.remove(name)
+
+    @app.post("/workers/{name}/check")
+    def check(name: str, request: CheckRequest) -> RowCheck:
+        return swarm.check(name, request.layer, request.expert_count)
 
     return app

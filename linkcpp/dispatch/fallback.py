@@ -1,15 +1,17 @@
 """The experts that no worker computes: done here, from the full model, in bounded memory."""
 
 import logging
+import threading
 
 import numpy as np
 
+from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.ops import OpTable
 from linkcpp.engine.rpc_socket import RpcSocket
 from linkcpp.engine.wire import WireError
 from linkcpp.worker.chain import KeyedChain
 from linkcpp.worker.compute import ExpertCompute
-from linkcpp.worker.frames import FrameError, Pairs, Rows
+from linkcpp.worker.frames import Pairs, Rows
 from linkcpp.worker.slabs import SlabProvider
 from linkcpp.worker.store import CachedSlabs
 
@@ -28,6 +30,8 @@ class Fallback:
     ) -> None:
         self._store = CachedSlabs(rpc, provider, memory_bytes)
         self._compute = ExpertCompute(rpc, ops, self._store)
+        # Checks of workers compute here as well.
+        self._lock = threading.Lock()
         self.failure: str | None = None
         self.pair_count = 0
 
@@ -38,17 +42,23 @@ class Fallback:
 
     def compute(self, chain: KeyedChain, pairs: Pairs) -> Rows | None:
         """Return one row a pair, or ``None`` where it cannot be done."""
+        rows = self.rows(chain, pairs)
+        if rows is not None:
+            self.pair_count += len(rows)
+        return rows
+
+    def rows(self, chain: KeyedChain, pairs: Pairs) -> Rows | None:
+        """As ``compute``, without counting: what workers are checked against."""
         if self.failure is not None:
             return None
         try:
-            data = self._compute.compute(chain, pairs)
+            with self._lock:
+                data = self._compute.compute(chain, pairs)
         except WireError as error:
             self.failure = error.message
             _log.error("the fallback failed: %s", error)
             return None
-        except FrameError as error:
+        except LinkcppError as error:
             _log.error("the fallback cannot compute layer %d: %s", pairs.layer, error)
             return None
-        count = len(pairs.expert_ids)
-        self.pair_count += count
-        return np.frombuffer(data, np.float32).reshape(count, chain.output_width)
+        return np.frombuffer(data, np.float32).reshape(len(pairs.expert_ids), chain.output_width)

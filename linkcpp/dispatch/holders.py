@@ -1,210 +1,54 @@
 """Links to workers: connected and proved by a maintenance thread, used by the dispatching one.
 
 A link that fails, or is late, is closed at once; the maintenance thread connects again and probes
-until the worker answers, so a worker that comes back is used again. While a link is up only the
-dispatching thread touches its socket.
+until the worker answers, so a worker that comes back is used again. Before a link is up, and
+whenever a layer's chain becomes known, the maintenance thread has the worker's rows checked; one
+whose rows are wrong is refused. While a link is up only who holds the lock of dispatching touches
+its socket, else only the maintenance thread.
 """
 
-import contextlib
 import logging
-import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from enum import StrEnum
-from typing import NamedTuple
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.dispatch.routing import Latency
+from linkcpp.dispatch.checks import RowCheck, Trial
+from linkcpp.dispatch.holder import FIRST_RETRY_SECONDS, Holder, LinkState, WorkerAddress
 from linkcpp.worker.chain import Chain
-from linkcpp.worker.frames import (
-    Buffer,
-    ErrorCode,
-    FrameError,
-    FrameType,
-    Header,
-    Limits,
-    Welcome,
-    pack_chain,
-    pack_header,
-    pack_hello,
-    parse_error,
-    parse_welcome,
-)
-from linkcpp.worker.link import FrameBuffer
+from linkcpp.worker.frames import FrameError, pack_chain
 
 _log = logging.getLogger(__name__)
 
-_CONNECT_SECONDS = 5.0
-_PROBE_SECONDS = 5.0
-_FIRST_RETRY_SECONDS = 0.2
 _MOST_RETRY_SECONDS = 10.0
-_MOST_BUFFERS = 64
+# A worker whose rows were wrong is given another chance, since it may be another process then.
+_REFUSED_SECONDS = 60.0
 
 
-class WorkerAddress(NamedTuple):
-    """How to reach a worker: a TCP port of this machine, maybe the near end of a tunnel."""
-
-    name: str
-    host: str
-    port: int
-    token: str
+class RowsRefusedError(LinkcppError):
+    """A worker's rows are wrong, so it must not be used."""
 
 
-class LinkState(StrEnum):
-    """Whether a worker can be asked."""
-
-    CONNECTING = "connecting"
-    UP = "up"
-    REFUSED = "refused"
-
-
-class Holder:
-    """One worker: its link, what it holds, and what was seen of it.
-
-    Counters are for people; only the dispatching thread writes them.
-    """
-
-    def __init__(self, number: int, address: WorkerAddress) -> None:
-        self.number = number
-        self.address = address
-        self.state = LinkState.CONNECTING
-        self.detail = "not connected yet"
-        self.welcome: Welcome | None = None
-        self.latency = Latency()
-        self.pair_count = 0
-        self.request_count = 0
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self.failure_count = 0
-        self.worker_seconds = 0.0
-        self.waited_seconds = 0.0
-        self.retry_at = 0.0
-        self.retry_seconds = _FIRST_RETRY_SECONDS
-        self.has_answered = False
-        self.is_removed = False
-        self.socket: socket.socket | None = None
-        self._frames = FrameBuffer(Limits())
-        self._outgoing: list[memoryview] = []
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether bytes wait until the socket takes them."""
-        return bool(self._outgoing)
-
-    def send(self, parts: Sequence[Buffer]) -> None:
-        """Send as much as the socket takes now; ``resume`` sends the rest.
-
-        Raises:
-            OSError: the link broke.
-        """
-        self._outgoing += [memoryview(part).cast("B") for part in parts if len(part)]
-        self.resume()
-
-    def resume(self) -> None:
-        """Send what waits; raises as ``send``."""
-        if self.socket is None:
-            raise ConnectionError("the link is closed")
-        waiting = self._outgoing
-        while waiting:
-            try:
-                sent = self.socket.sendmsg(waiting[:_MOST_BUFFERS])
-            except BlockingIOError:
-                return
-            self.sent_bytes += sent
-            while waiting and sent >= len(waiting[0]):
-                sent -= len(waiting.pop(0))
-            if sent:
-                waiting[0] = waiting[0][sent:]
-
-    def receive(self) -> bool:
-        """Read what is there; tell whether there was anything.
-
-        Raises:
-            OSError: the link broke or was closed by the worker.
-        """
-        if self.socket is None:
-            raise ConnectionError("the link is closed")
-        try:
-            count = self.socket.recv_into(self._frames.space())
-        except BlockingIOError:
-            return False
-        if not count:
-            raise ConnectionError("the worker closed the link")
-        self.received_bytes += count
-        self._frames.received(count)
-        return True
-
-    def next_frame(self) -> tuple[Header, memoryview] | None:
-        """Return the next whole frame; raises ``FrameError`` as ``FrameBuffer.next``."""
-        return self._frames.next()
-
-    def open(self, chains: Sequence[tuple[int, Chain]], model_digest: str | None) -> None:
-        """Connect, greet, teach the chains and probe; blocking, for the maintenance thread.
-
-        Raises:
-            OSError: it does not work out now.
-            FrameError: the worker refuses, or is not for this model.
-        """
-        address = self.address
-        link = socket.create_connection((address.host, address.port), _CONNECT_SECONDS)
-        try:
-            link.settimeout(_PROBE_SECONDS)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._frames, self._outgoing = FrameBuffer(Limits()), []
-            link.sendall(pack_hello(address.token))
-            welcome = parse_welcome(self._wait(link, FrameType.WELCOME))
-            _check_model(welcome, model_digest)
-            for chain_id, chain in chains:
-                link.sendall(pack_chain(0, chain_id, chain))
-                self._wait(link, FrameType.CHAIN_READY)
-            link.sendall(pack_header(FrameType.PING, 0, 0))
-            self._wait(link, FrameType.PONG)
-            link.setblocking(False)
-        except BaseException:
-            link.close()
-            raise
-        self.welcome, self.socket = welcome, link
-
-    def _wait(self, link: socket.socket, kind: FrameType) -> memoryview:
-        deadline = time.monotonic() + _PROBE_SECONDS
-        while (frame := self._frames.next()) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError("the worker does not answer")
-            count = link.recv_into(self._frames.space())
-            if not count:
-                raise ConnectionError("the worker closed the link")
-            self._frames.received(count)
-        header, payload = frame
-        if header.kind == FrameType.ERROR:
-            raise parse_error(payload)
-        if header.kind != kind:
-            raise FrameError(
-                ErrorCode.BAD_FRAMING, f"The worker answered {header.kind.name}, not {kind.name}."
-            )
-        return payload
-
-    def close(self) -> None:
-        """Close the link; may be called twice."""
-        link, self.socket = self.socket, None
-        self._outgoing = []
-        if link is not None:
-            link.close()
-
-
-def _check_model(welcome: Welcome, model_digest: str | None) -> None:
-    if model_digest is not None and welcome.model_digest != model_digest:
-        raise FrameError(ErrorCode.BAD_PAYLOAD, "It holds slabs of another model.")
+Check = Callable[["Holders", Holder, Trial, Sequence[Holder]], RowCheck]
+"""Compares a worker's rows; the others are those whose link is open. Raises as ``ask_alone``."""
 
 
 class Holders:
-    """All workers. ``on_change`` is called, from any thread, when one comes or goes."""
+    """All workers. ``on_change`` is called, from any thread, when one comes or goes.
 
-    def __init__(self, model_digest: str | None, on_change: Callable[[], None]) -> None:
+    Without ``check`` every worker is used that greets well.
+    """
+
+    def __init__(
+        self, model_digest: str | None, on_change: Callable[[], None], check: Check | None = None
+    ) -> None:
         self._model_digest = model_digest
         self._on_change = on_change
+        self._check = check
+        self._trials: list[Trial] = []
         self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)
+        self._unsettled: list[Holder] = []
         self._wake = threading.Event()
         self._holders: dict[int, Holder] = {}
         self._chains: list[tuple[int, Chain]] = []
@@ -270,23 +114,61 @@ class Holders:
         for holder in up:
             try:
                 holder.send([pack_chain(0, chain_id, chain)])
+                holder.taught_count += 1
             except OSError as error:
                 self.fail(holder, str(error))
+
+    def expect(self, trial: Trial) -> None:
+        """Have every worker that holds of the layer checked before it is used again."""
+        if self._check is None:
+            return
+        with self._lock:
+            self._trials.append(trial)
+            for holder in self._holders.values():
+                if holder.state == LinkState.UP and not holder.has_passed(trial):
+                    holder.state, holder.is_rechecked = LinkState.CHECKING, True
+                    self._unsettled.append(holder)
+        self._wake.set()
+
+    def settle(self) -> None:
+        """Wait until no worker is being checked because of ``expect``."""
+        if not self._unsettled:
+            return
+        with self._settled:
+            self._settled.wait_for(
+                lambda: (
+                    self._is_closing
+                    or not any(holder.state == LinkState.CHECKING for holder in self._unsettled)
+                )
+            )
+            self._unsettled = []
 
     def fail(self, holder: Holder, why: str) -> None:
         """Close a link that failed and let the maintenance thread try again."""
         with self._lock:
-            if holder.state != LinkState.UP:
-                return
-            holder.close()
-            holder.failure_count += 1
-            holder.state, holder.detail = LinkState.CONNECTING, why
-            if holder.has_answered:
-                holder.retry_seconds = _FIRST_RETRY_SECONDS
-            else:
-                # It greets well but never answers: it may cost a deadline ever more seldom.
-                holder.retry_seconds = min(2 * holder.retry_seconds, _MOST_RETRY_SECONDS)
-            holder.retry_at = time.monotonic() + holder.retry_seconds
+            if holder.state == LinkState.UP:
+                self._set_back(holder, why)
+                holder.state = LinkState.CONNECTING
+
+    def refuse(self, holder: Holder, why: str) -> None:
+        """Do without a worker whose rows are wrong, for a good while."""
+        with self._lock:
+            if holder.state == LinkState.UP:
+                self._set_back(holder, why, _REFUSED_SECONDS)
+                holder.state = LinkState.REFUSED
+
+    def _set_back(self, holder: Holder, why: str, pause_seconds: float | None = None) -> None:
+        """Close a link that was open; the caller holds the lock and sets the state."""
+        holder.close()
+        holder.is_rechecked = False
+        holder.failure_count += 1
+        holder.detail = why
+        if holder.has_answered:
+            holder.retry_seconds = FIRST_RETRY_SECONDS
+        else:
+            # It greets well but never answers: it may cost a deadline ever more seldom.
+            holder.retry_seconds = min(2 * holder.retry_seconds, _MOST_RETRY_SECONDS)
+        holder.retry_at = time.monotonic() + (pause_seconds or holder.retry_seconds)
         _log.warning("worker %s: %s", holder.address.name, why)
         self._on_change()
         self._wake.set()
@@ -295,6 +177,8 @@ class Holders:
         """End all links."""
         self._is_closing = True
         self._wake.set()
+        with self._settled:
+            self._settled.notify_all()
         self._thread.join()
         for holder in self.all():
             holder.close()
@@ -310,7 +194,8 @@ class Holders:
                 if holder.is_removed:
                     with self._lock:
                         self._holders.pop(holder.number, None)
-                elif holder.retry_at <= now:
+                        holder.close()
+                elif holder.state == LinkState.CHECKING or holder.retry_at <= now:
                     due.append(holder)
                 else:
                     wait = min(wait, holder.retry_at - now)
@@ -321,6 +206,18 @@ class Holders:
                 self._wake.clear()
 
     def _try(self, holder: Holder) -> None:
+        """Open a link where there is none, and have it checked."""
+        try:
+            if holder.state != LinkState.CHECKING:
+                self._open(holder)
+            while (trial := self._next_trial(holder)) is not None:
+                self._prove(holder, trial)
+        except (OSError, FrameError, RowsRefusedError) as error:
+            self.give_up(holder, error)
+        with self._settled:
+            self._settled.notify_all()
+
+    def _open(self, holder: Holder) -> None:
         taught = list(self._chains)
         try:
             holder.open(taught, self._model_digest)
@@ -331,27 +228,50 @@ class Holders:
             holder.retry_at = time.monotonic() + holder.retry_seconds
             holder.retry_seconds = min(2 * holder.retry_seconds, _MOST_RETRY_SECONDS)
             return
+        holder.taught_count = len(taught)
+        holder.checks = {}
+        holder.has_answered = False
+        # What was measured before it failed says little of what it is now.
+        holder.latency.score = 0.0
+        holder.state, holder.detail = LinkState.CHECKING, "its rows are being checked"
+
+    def _next_trial(self, holder: Holder) -> Trial | None:
+        """Return what has to be proved yet; the link is up where that is nothing."""
+        if holder.state != LinkState.CHECKING or holder.is_removed or self._is_closing:
+            return None
         with self._lock:
             # Chains learned meanwhile: the socket takes them without waiting.
-            for chain_id, chain in self._chains[len(taught) :]:
-                with contextlib.suppress(OSError):
-                    holder.send([pack_chain(0, chain_id, chain)])
-            holder.has_answered = False
-            # What was measured before it failed says little of what it is now.
-            holder.latency.score = 0.0
-            holder.state, holder.detail = LinkState.UP, ""
+            for chain_id, chain in self._chains[holder.taught_count :]:
+                holder.send([pack_chain(0, chain_id, chain)])
+                holder.taught_count += 1
+            for trial in self._trials:
+                if not holder.has_passed(trial):
+                    return trial
+            holder.state, holder.detail, holder.is_rechecked = LinkState.UP, "", False
         _log.info("worker %s is up", holder.address.name)
         self._on_change()
+        return None
 
+    def _prove(self, holder: Holder, trial: Trial) -> None:
+        assert self._check is not None  # noqa: S101 - else there are no trials
+        others = [
+            other
+            for other in self.all()
+            if other is not holder and other.socket is not None and not other.is_removed
+        ]
+        check = self._check(self, holder, trial, others)
+        holder.checks[trial.layer, trial.chain.key] = check
+        if check.complaint is not None:
+            raise RowsRefusedError(f"{check.complaint[0].upper()}{check.complaint[1:]}.")
 
-def wait_for_links(holders: Sequence[Holder], timeout_ms: float) -> list[Holder]:
-    """Return the holders whose sockets can be read, or written where bytes wait."""
-    poll = select.poll()
-    by_descriptor = {}
-    for holder in holders:
-        if holder.socket is None:
-            continue
-        descriptor = holder.socket.fileno()
-        by_descriptor[descriptor] = holder
-        poll.register(descriptor, select.POLLIN | (select.POLLOUT if holder.is_sending else 0))
-    return [by_descriptor[descriptor] for descriptor, _ in poll.poll(timeout_ms)]
+    def give_up(self, holder: Holder, error: OSError | FrameError | RowsRefusedError) -> None:
+        """Close a link that failed while it was checked; for the maintenance thread."""
+        why = error.message if isinstance(error, LinkcppError) else str(error)
+        with self._lock:
+            if holder.state != LinkState.CHECKING:
+                return
+            is_wrong = isinstance(error, RowsRefusedError)
+            self._set_back(holder, why, _REFUSED_SECONDS if is_wrong else None)
+            is_refusal = isinstance(error, LinkcppError)
+            holder.state = LinkState.REFUSED if is_refusal else LinkState.CONNECTING
+            self._settled.notify_all()

@@ -20,7 +20,7 @@ from linkcpp.dispatch.control import build_control
 from linkcpp.dispatch.device import VirtualDevice
 from linkcpp.dispatch.failures import FailureLog
 from linkcpp.dispatch.fallback import Fallback
-from linkcpp.dispatch.holders import WorkerAddress
+from linkcpp.dispatch.holder import WorkerAddress
 from linkcpp.dispatch.swarm import Swarm, SwarmOptions
 from linkcpp.engine.ops import read_op_table
 from linkcpp.engine.process_spec import ProcessState, ProcessStatus
@@ -48,6 +48,8 @@ class DispatchConfig(Record):
     ``fallback_model`` (a file that has all experts) is given. Ports 0 are chosen freely.
     Where nobody can compute a row it is NaN, or zeros with ``zero_missing``: those cannot
     outlive the request in a cache, but somebody must look at ``failure_counter`` then.
+    With ``check_rows`` workers are used once their rows agree with the fallback model's, or with
+    those of other workers where there is none.
     """
 
     engine: EngineLocation
@@ -66,6 +68,7 @@ class DispatchConfig(Record):
     patience_seconds: float = 20.0
     zero_missing: bool = False
     failure_counter: Path | None = None
+    check_rows: bool = True
 
 
 Announce = Callable[[str], None]
@@ -161,7 +164,9 @@ class _Dispatch:
             ops = read_op_table(config.engine, fallback.version)
             local = Fallback(fallback, ops, full, config.fallback_bytes)
         missing = 0.0 if config.zero_missing else float("nan")
-        options = SwarmOptions(config.deadline_floor_ms, config.patience_seconds, missing)
+        options = SwarmOptions(
+            config.deadline_floor_ms, config.patience_seconds, missing, config.check_rows
+        )
         failures = FailureLog(config.failure_counter)
         return Swarm(counts, config.check_model_digest, local, options, failures)
 

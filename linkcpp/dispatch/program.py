@@ -91,12 +91,12 @@ class Program:
 
 
 class Binder(NamedTuple):
-    """What a program is bound to; ``learn`` keeps a chain and gives it a key."""
+    """What a program is bound to; ``learn`` keeps a layer's chain and gives it a key."""
 
     memory: VirtualMemory
     ops: OpTable
     dialect: Dialect
-    learn: Callable[[Chain], KeyedChain]
+    learn: Callable[[int, Chain], KeyedChain]
 
 
 def compile_program(payload: bytes, binder: Binder) -> Program:
@@ -143,7 +143,7 @@ def _bind_call(call: ExpertCall, binder: Binder) -> BoundCall:
     )
     return BoundCall(
         layer=call.layer,
-        chain=binder.learn(call.chain),
+        chain=binder.learn(call.layer, call.chain),
         slot_count=call.slot_count,
         token_count=call.token_count,
         ids=_fetch(call.ids, memory),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from linkcpp.dispatch.job import Job
 from linkcpp.dispatch.memory import (
     RequestError,
     VirtualMemory,
@@ -23,7 +24,6 @@ from linkcpp.dispatch.program import (
     expert_owner,
     read_inputs,
 )
-from linkcpp.dispatch.swarm import Job
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.rpc_socket import limit_sending, send_all
 from linkcpp.engine.wire import (

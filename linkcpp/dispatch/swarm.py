@@ -12,9 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from linkcpp.dispatch.admission import Admission
+from linkcpp.dispatch.checking import Checker, find_holder, find_trial
+from linkcpp.dispatch.checks import RowCheck, Trial
 from linkcpp.dispatch.failures import FailureLog
 from linkcpp.dispatch.fallback import Fallback
-from linkcpp.dispatch.holders import Holder, Holders, LinkState, wait_for_links
+from linkcpp.dispatch.holder import Holder, LinkState, wait_for_links
+from linkcpp.dispatch.holders import Holders
+from linkcpp.dispatch.job import Job
 from linkcpp.dispatch.routing import (
     NOBODY,
     HolderView,
@@ -30,7 +35,6 @@ from linkcpp.worker.frames import (
     FrameError,
     FrameType,
     Numbers,
-    Pairs,
     Rows,
     pack_compute,
     parse_error,
@@ -49,12 +53,13 @@ class SwarmOptions:
 
     ``deadline_floor_ms``: nobody is given up earlier than that. ``patience_seconds``: how long a
     request waits where there is no other holder and no fallback; its rows are
-    ``missing_value`` then.
+    ``missing_value`` then. ``check_rows``: whether workers are checked before they are used.
     """
 
     deadline_floor_ms: float = 250.0
     patience_seconds: float = 20.0
     missing_value: float = float("nan")
+    check_rows: bool = True
 
 
 @dataclass(slots=True)
@@ -79,30 +84,6 @@ class _Request:
     deadline_at: float
 
 
-@dataclass(slots=True)
-class Job:
-    """The experts of one layer: ``ids`` of (token, slot), ``inputs`` as in ``frames.Pairs``."""
-
-    layer: int
-    chain: KeyedChain
-    ids: Numbers
-    inputs: tuple[Rows, ...]
-
-    def pairs(self, positions: Numbers) -> Pairs:
-        """Take some of the pairs, with the rows that they need."""
-        slots = self.ids.shape[1]
-        chosen = self.ids.reshape(-1)[positions]
-        rest = tuple(values[positions] for values in self.inputs[1:])
-        if self.chain.is_per_pair:
-            own = np.arange(len(positions), dtype=np.int32)
-            return Pairs(self.layer, own, chosen, (self.inputs[0][positions], *rest))
-        if len(self.ids) == 1:
-            zeros = np.zeros(len(positions), np.int32)
-            return Pairs(self.layer, zeros, chosen, (self.inputs[0], *rest))
-        rows, index = np.unique(positions // slots, return_inverse=True)
-        return Pairs(self.layer, index.astype(np.int32), chosen, (self.inputs[0][rows], *rest))
-
-
 class Swarm:
     """All workers and the fallback, as one function. ``compute`` is for one thread at a time."""
 
@@ -120,6 +101,7 @@ class Swarm:
         self.failures = failures or FailureLog()
         self.counters = SwarmCounters()
         self._chains: dict[str, KeyedChain] = {}
+        self._trials: list[Trial] = []
         self._next_request = 1
         self._routes: Routes = plan_routes(self._expert_counts, [])
         self._calling = threading.Lock()
@@ -127,7 +109,9 @@ class Swarm:
         self._planned: dict[int, tuple[int, float]] = {}
         self._replan = threading.Event()
         self._is_closing = False
-        self.holders = Holders(model_digest, self._replan.set)
+        self._checker = Checker(Admission(self._expert_counts, fallback), self._calling)
+        check = self._checker.check_new if self._options.check_rows else None
+        self.holders = Holders(model_digest, self._replan.set, check)
         self._planner = threading.Thread(target=self._keep_planning, daemon=True, name="routes")
         self._planner.start()
 
@@ -138,14 +122,34 @@ class Swarm:
         self._planner.join()
         self.holders.close()
 
-    def learn(self, chain: Chain) -> KeyedChain:
-        """Give a chain its number on the links, teaching it to the workers when it is new."""
+    def learn(self, layer: int, chain: Chain) -> KeyedChain:
+        """Give a chain its number on the links, teaching it to the workers when it is new.
+
+        Workers that hold of the layer are checked with it before they are used.
+        """
         digest = chain.digest()
-        if digest not in self._chains:
-            number = len(self._chains) + 1
-            self._chains[digest] = KeyedChain.of(number, chain)
-            self.holders.teach(number, chain)
-        return self._chains[digest]
+        known = self._chains.get(digest)
+        if known is not None and Trial(layer, known) in self._trials:
+            return known
+        with self._calling:
+            if known is None:
+                known = self._chains[digest] = KeyedChain.of(len(self._chains) + 1, chain)
+                self.holders.teach(len(self._chains), chain)
+            trial = Trial(layer, known)
+            self._trials.append(trial)
+            self.holders.expect(trial)
+        return known
+
+    def check(self, name: str, layer: int, expert_count: int) -> RowCheck:
+        """Compare a worker's rows for some experts of a layer with the reference, now.
+
+        Raises:
+            LinkcppError: there is no such worker, it cannot be asked, or the layer's function is
+                not known yet.
+        """
+        holder = find_holder(self.holders.all(), name)
+        trial = find_trial(self._trials, layer)
+        return self._checker.check_now(self.holders, holder, trial, expert_count)
 
     def chain_number(self, chain: KeyedChain) -> int:
         """Return the number that ``learn`` gave."""
@@ -158,6 +162,7 @@ class Swarm:
 
     def compute(self, job: Job) -> Rows:
         """Return one row for each pair of the job, token after token."""
+        self.holders.settle()
         began = time.perf_counter()
         with self._calling:
             rows = _Call(self, job).run()
@@ -173,7 +178,7 @@ class Swarm:
             up = [
                 holder
                 for holder in self.holders.all()
-                if holder.state == LinkState.UP and not holder.is_removed and holder.welcome
+                if holder.is_expected and not holder.is_removed and holder.welcome
             ]
             now = {holder.number: holder for holder in up}
             for number, (requests, _) in self._planned.items():

@@ -238,7 +238,8 @@ class Liar:
 def test_a_worker_that_answers_nonsense_is_passed_over(kind: str, faults: Faults) -> None:
     liar = Liar(faults.model, kind)
     honest = faults.worker("a")
-    device, server = faults.serve([liar.entry, worker_entry("a", honest)])
+    # Checks are off: it is while tokens flow that it must be passed over.
+    device, server = faults.serve([liar.entry, worker_entry("a", honest)], check_rows=False)
     began = time.monotonic()
     assert as_json(server.complete(SHORT, TOKENS)) == faults.wanted
     assert time.monotonic() - began < 100

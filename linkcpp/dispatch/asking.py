@@ -1,0 +1,50 @@
+"""One worker asked alone: for checks, not for tokens."""
+
+import itertools
+import time
+
+import numpy as np
+
+from linkcpp.dispatch.holder import Holder, wait_for_links
+from linkcpp.worker.chain import KeyedChain
+from linkcpp.worker.frames import (
+    Compute,
+    FrameType,
+    Pairs,
+    Rows,
+    pack_compute,
+    parse_error,
+    parse_rows,
+)
+
+_ANSWER_SECONDS = 10.0
+# A link that is asked alone has nothing else under way, so any numbers do.
+_numbers = itertools.cycle(range(1, 1 << 31))
+
+
+def ask_alone(holder: Holder, chain: KeyedChain, pairs: Pairs) -> Rows:
+    """Let one worker compute pairs; nobody else may use its link meanwhile.
+
+    Raises:
+        OSError: the link broke, or the worker does not answer in time.
+        FrameError: it refuses, or answers what makes no sense. Nothing more can be read then.
+    """
+    assert isinstance(chain.key, int)  # noqa: S101 - chains have numbers on links
+    number = next(_numbers)
+    shape = (len(pairs.expert_ids), chain.output_width)
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    holder.send(pack_compute(number, Compute(chain.key, pairs)))
+    while True:
+        while (frame := holder.next_frame()) is not None:
+            header, payload = frame
+            if header.kind == FrameType.ERROR and header.request_id in (0, number):
+                raise parse_error(payload)
+            if header.kind == FrameType.ROWS and header.request_id == number:
+                # The payload is valid until the next read only.
+                return np.array(parse_rows(payload, shape).rows)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"it did not answer a check within {_ANSWER_SECONDS:.0f} s")
+        wait_for_links([holder], left * 1000 + 1)
+        holder.resume()
+        holder.receive()

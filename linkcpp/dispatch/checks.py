@@ -1,0 +1,72 @@
+"""What a check of a worker's rows found. Pure."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from linkcpp.common.records import WireRecord
+from linkcpp.worker.agreement import Agreement, merge
+from linkcpp.worker.chain import KeyedChain
+from linkcpp.worker.frames import Segment
+
+THE_MODEL = "the model"
+NOBODY_ELSE = "nobody"
+
+
+class Trial(NamedTuple):
+    """What has to be proved: the experts of one layer with one chain."""
+
+    layer: int
+    chain: KeyedChain
+
+
+class RowCheck(WireRecord):
+    """A worker's rows of one layer's ``experts`` against a reference.
+
+    ``against`` is ``the model``, ``worker NAME`` or ``nobody``; ``agreement`` is ``None`` in the
+    last case only. ``complaint`` says why the worker must not be used, if so.
+    """
+
+    layer: int
+    experts: tuple[int, ...]
+    against: str
+    agreement: Agreement | None
+    complaint: str | None = None
+
+
+class AdmissionStatus(WireRecord):
+    """All checks of a worker since it was linked, as one."""
+
+    layer_count: int
+    against: tuple[str, ...]
+    agreement: Agreement | None
+
+
+def held_experts(segments: Sequence[Segment], layer: int, count: int) -> list[int]:
+    """Return the experts of a layer in segments, each once, none beyond the layer's ``count``."""
+    found: set[int] = set()
+    for segment in segments:
+        if segment.layer == layer:
+            found.update(range(max(segment.first, 0), min(segment.last + 1, count)))
+    return sorted(found)
+
+
+def majority(checks: Sequence[RowCheck]) -> RowCheck | None:
+    """Take the word of at least half of the other holders, where there are any."""
+    good = [check for check in checks if check.complaint is None]
+    bad = [check for check in checks if check.complaint is not None]
+    if good and len(good) >= len(bad):
+        return good[0]
+    return bad[0] if bad else None
+
+
+def admission_status(checks: Iterable[RowCheck]) -> AdmissionStatus | None:
+    """Sum up the checks of a worker; ``None`` where there were none yet."""
+    known = list(checks)
+    if not known:
+        return None
+    agreements = [check.agreement for check in known if check.agreement is not None]
+    return AdmissionStatus(
+        layer_count=len({check.layer for check in known}),
+        against=tuple(sorted({check.against for check in known})),
+        agreement=merge(agreements) if agreements else None,
+    )
