@@ -47,6 +47,7 @@ from linkcpp.launch.watch import (
 from linkcpp.node.client import NodeError, NodeUnreachableError
 from linkcpp.node.records import ServerRequest
 from linkcpp.node.tunnel import Tunnel
+from linkcpp.planning.arguments import server_arguments
 from linkcpp.planning.records import Plan, Stage
 
 log = logging.getLogger("linkcpp.launch")
@@ -68,6 +69,7 @@ class Attempt:
         self._watchers: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[BrokenError] = asyncio.get_running_loop().create_future()
         self.has_served = False
+        self.is_again = journal.state.restart_count > 0
 
     async def run(self) -> Failure:
         """Go through the chain and serve; returns why that ended.
@@ -77,7 +79,7 @@ class Attempt:
         """
         observed = Observed()
         try:
-            while (step := next_step(self._plan, observed)) is not Step.SERVE:
+            while (step := self._next(observed)) is not Step.SERVE:
                 log.debug("step %s", step.value)
                 observed = await self._unless_broken(self._do(step, observed))
             self.has_served = True
@@ -91,6 +93,9 @@ class Attempt:
             broken = await self._cause_of(error)
         return await self._diagnose(broken)
 
+    def _next(self, observed: Observed) -> Step:
+        return next_step(self._plan, observed)
+
     async def _cause_of(self, error: LinkcppError) -> BrokenError:
         """Return what broke under a step that failed; ``error`` itself where nothing did."""
         await asyncio.wait({self._broken}, timeout=SETTLE_SECONDS)
@@ -100,7 +105,7 @@ class Attempt:
 
     async def aclose(self) -> None:
         """Give everything back; nothing of this attempt runs anywhere afterwards."""
-        await _cancel(self._watchers)
+        await cancel_all(self._watchers)
         await self._resources.give_back()
         self._journal.emit(EngineStopped())
 
@@ -113,7 +118,7 @@ class Attempt:
                 raise self._broken.result()
             return task.result()
         finally:
-            await _cancel({task})
+            await cancel_all({task})
 
     async def _do(self, step: Step, observed: Observed) -> Observed:
         actions = {
@@ -219,7 +224,9 @@ class Attempt:
     async def _start_engine(self, observed: Observed) -> Observed:
         self._journal.emit(PhaseEntered(Phase.LOADING))
         endpoints = {index: tunnel.endpoint for index, tunnel in self._resources.tunnels.items()}
-        server = await self._surroundings.start_llama_server(self._plan, endpoints, self._note_line)
+        server = await self._surroundings.start_llama_server(
+            server_arguments(self._plan, endpoints), self._note_line
+        )
         self._resources.llama_server = server
         self._journal.emit(EngineStarted(server.identity))
         self._watch(watch_engine(server))
@@ -332,7 +339,8 @@ def memory_to_ask_for(stage: Stage, node: FoundNode) -> int:
     return max(needed, min(needed + stage.memory.reserve_bytes, offered))
 
 
-async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait for their end."""
     waiting = list(tasks)
     for task in waiting:
         task.cancel()

@@ -22,10 +22,13 @@ PADDING_SHARE = 0.05
 
 
 class Step(StrEnum):
-    """The chain that leads from a plan to an answer, in order."""
+    """What leads from a plan to an answer; each mode has a chain of these."""
 
     CHECK_MODEL = "check_model"
     CHECK_ENGINE = "check_engine"
+    MAKE_BACKBONE = "make_backbone"
+    START_DISPATCH = "start_dispatch"
+    START_WORKERS = "start_workers"
     FIND_NODES = "find_nodes"
     START_SERVERS = "start_servers"
     OPEN_TUNNELS = "open_tunnels"
@@ -38,7 +41,10 @@ class Step(StrEnum):
 
 @dataclass(frozen=True)
 class Observed:
-    """What is known to be true now. Stages are named by their index in the plan."""
+    """What is known to be true now. Stages are named by their index in the plan.
+
+    In mode ``experts`` what was done does not come undone within an attempt: ``done`` tells all.
+    """
 
     model_is_right: bool = False
     engine_is_right: bool = False
@@ -49,6 +55,7 @@ class Observed:
     engine_is_healthy: bool = False
     split_is_proved: bool = False
     has_answered: bool = False
+    done: frozenset[Step] = frozenset()
 
 
 def remote_stages(plan: Plan) -> tuple[int, ...]:

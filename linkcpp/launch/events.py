@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from linkcpp.launch.enginelog import Buffer, Speed
+from linkcpp.launch.experts.events import ExpertsEvent, apply_to_experts, first_experts
 from linkcpp.launch.records import (
     DeploymentState,
     LaunchRequest,
@@ -119,6 +120,7 @@ Event = (
     | EngineStopped
     | Restarted
     | Logged
+    | ExpertsEvent
 )
 
 
@@ -152,7 +154,7 @@ def apply(state: DeploymentState, event: Event, *, now: float) -> DeploymentStat
     return state.model_copy(update=changed)
 
 
-def _changes(state: DeploymentState, event: Event, now: float) -> dict[str, Any]:  # noqa: PLR0911 - one case an event
+def _changes(state: DeploymentState, event: Event, now: float) -> dict[str, Any]:  # noqa: PLR0911, PLR0912 - one case an event
     match event:
         case PhaseEntered(phase, detail, hint):
             return _enter(state, phase, detail, hint, now)
@@ -162,6 +164,7 @@ def _changes(state: DeploymentState, event: Event, now: float) -> dict[str, Any]
             return {
                 "mode": plan.mode.value,
                 "stages": _stages(plan),
+                "experts": first_experts(plan),
                 "excluded_nodes": excluded,
                 "coordinator_buffer_bytes": 0,
             }
@@ -190,6 +193,8 @@ def _changes(state: DeploymentState, event: Event, now: float) -> dict[str, Any]
             return {"restart_count": state.restart_count + 1}
         case Logged(fact):
             return _logged(state, fact)
+        case _:
+            return {"experts": apply_to_experts(state.experts, event)} if state.experts else {}
 
 
 def _enter(
@@ -197,6 +202,8 @@ def _enter(
 ) -> dict[str, Any]:
     changes: dict[str, Any] = {"phase": phase, "detail": detail, "hint": hint}
     changes["ready_at"] = now if phase is Phase.READY else None
+    if phase is Phase.LOADING:
+        changes["has_loaded"] = True
     if detail:
         changes["notices"] = _noticed(state, detail, now)
     return changes

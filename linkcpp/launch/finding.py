@@ -56,6 +56,28 @@ async def find_nodes(
     return search.found
 
 
+async def find_node(
+    node_id: NodeId, name: str, *, token: str, urls: Iterable[str], discover: Discover
+) -> FoundNode:
+    """Find one node by its id, at the addresses given or else at those that ``discover`` gives.
+
+    The caller closes the client.
+
+    Raises:
+        StepRefusedError: it cannot be found, or has another token.
+    """
+    search = _Search({node_id: name}, token)
+    try:
+        await search.ask(urls)
+        if search.missing:
+            await search.ask(await discover())
+        search.refuse_missing()
+    except BaseException:
+        await asyncio.gather(*(node.client.aclose() for node in search.found.values()))
+        raise
+    return search.found[node_id]
+
+
 class _Search:
     """Asks addresses who is there, each once."""
 

@@ -43,6 +43,8 @@ class DeploymentFolder:
         self.lock_file = path / "supervisor.lock"
         self.supervisor_log = path / "supervisor.log"
         self.engine_log = path / "llama-server.log"
+        self.dispatch_log = path / "dispatch.log"
+        self.front_log = path / "front.log"
 
     def write_request(self, request: LaunchRequest) -> None:
         """Write what was asked for."""
@@ -84,6 +86,21 @@ class DeploymentFolder:
         finally:
             os.close(descriptor)
         return False
+
+    def is_live(self) -> bool:
+        """Whether something of it runs or may have been left, so that it wants looking after."""
+        if self.has_supervisor():
+            return True
+        try:
+            state = self.read_state()
+        except LinkcppError:
+            return True
+        return not state.phase.is_final or state.llama_server is not None
+
+    def forget(self) -> None:
+        """Take it off the list of deployments; its logs stay."""
+        for path in (self.state_file, self.request_file, self.plan_file, self.arguments_file):
+            path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[int]:
@@ -132,13 +149,20 @@ def all_deployments() -> list[DeploymentFolder]:
     ]
 
 
+def current_deployments() -> list[DeploymentFolder]:
+    """Return the deployments that are live; where none is, the one that was so last."""
+    known = all_deployments()
+    live = [folder for folder in known if folder.is_live()]
+    return live or sorted(known, key=lambda folder: folder.state_file.stat().st_mtime)[-1:]
+
+
 def existing_deployment(name: str | None) -> DeploymentFolder:
-    """Return the deployment ``name``, or the only one there is.
+    """Return the deployment ``name``; without a name the only live one, or the last that was.
 
     Raises:
         LinkcppError: it does not exist, or without a name there are none or several.
     """
-    known = all_deployments()
+    known = all_deployments() if name is not None else current_deployments()
     names = ", ".join(folder.name for folder in known)
     if name is not None:
         folder = deployment_folder(name)
@@ -151,7 +175,7 @@ def existing_deployment(name: str | None) -> DeploymentFolder:
     if not known:
         raise LinkcppError("There is no deployment.", hint="`linkcpp launch PLAN` makes one.")
     if len(known) > 1:
-        raise LinkcppError("There are several deployments.", hint=f"Name one of: {names}.")
+        raise LinkcppError("Several deployments are live.", hint=f"Name one of: {names}.")
     return known[0]
 
 

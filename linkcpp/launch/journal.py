@@ -17,6 +17,7 @@ from linkcpp.launch.events import (
     ServerSeen,
     apply,
 )
+from linkcpp.launch.experts.events import FREQUENT_EVENTS
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.records import DeploymentState, Phase
 
@@ -26,7 +27,7 @@ log = logging.getLogger("linkcpp.launch")
 # lives for weeks, and each write is synced to the disk.
 PROGRESS_WRITE_SECONDS = 0.25
 SERVING_WRITE_SECONDS = 2.0
-_FREQUENT = (BytesCarried, Logged, NodeFound, ServerSeen)
+_FREQUENT = (BytesCarried, Logged, NodeFound, ServerSeen, *FREQUENT_EVENTS)
 
 
 class Journal:

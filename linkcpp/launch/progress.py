@@ -6,6 +6,7 @@ from linkcpp.launch.records import DeploymentState, Phase
 
 _ORDER = (
     Phase.CHECKING,
+    Phase.PREPARING,
     Phase.FINDING_NODES,
     Phase.STARTING_SERVERS,
     Phase.LOADING,
@@ -34,7 +35,7 @@ def bars_of(state: DeploymentState) -> list[Bar]:
     """Return the stages of a launch in order; the same stages at any moment of it."""
     remote = [stage for stage in state.stages if not stage.is_coordinator]
     nodes = {stage.node_id: stage.url is not None for stage in remote}
-    bars = [_step("model and engine checked", state, Phase.CHECKING)]
+    bars = [_step("model's header and engine checked", state, Phase.CHECKING)]
     if remote:
         bars.append(Bar("nodes found", sum(nodes.values()), len(nodes)))
         started = sum(stage.server_id is not None for stage in remote)

@@ -6,18 +6,26 @@ Both are files of the deployment's folder: ``request.json`` is written once by `
 
 from enum import StrEnum
 
+from pydantic import Field
+
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.records import Record
+from linkcpp.launch.experts.records import ExpertsState
 from linkcpp.node.records import ServerId
 from linkcpp.planning.records import Plan
 
 STATE_SCHEMA_VERSION = 1
+DEFAULT_FALLBACK_BYTES = 2 * 2**30
+DEFAULT_PATIENCE_SECONDS = 20.0
 
 
 class LaunchRequest(Record):
     """Everything that the supervisor needs to know, all paths absolute.
 
-    ``api_key_file`` is ``None`` where the API is open, which only loopback may be.
+    ``api_key_file`` is ``None`` where the API is open, which only loopback may be. In mode
+    ``experts`` this machine computes what no worker does, with at most ``fallback_bytes`` of
+    experts in memory (0: it does not); where that cannot be, a request waits for a worker for
+    ``patience_seconds``.
     """
 
     schema_version: int = STATE_SCHEMA_VERSION
@@ -30,12 +38,15 @@ class LaunchRequest(Record):
     templates_folder: str | None
     node_urls: tuple[str, ...] = ()
     use_mdns: bool = True
+    fallback_bytes: int = Field(default=DEFAULT_FALLBACK_BYTES, ge=0)
+    patience_seconds: float = Field(default=DEFAULT_PATIENCE_SECONDS, ge=0, allow_inf_nan=False)
 
 
 class Phase(StrEnum):
     """Where a deployment stands; the phases up to ``READY`` come in this order."""
 
     CHECKING = "checking"
+    PREPARING = "preparing"
     FINDING_NODES = "finding_nodes"
     STARTING_SERVERS = "starting_servers"
     LOADING = "loading"
@@ -105,7 +116,8 @@ class DeploymentState(Record):
     """A deployment as its supervisor last wrote it.
 
     The file alone does not prove that anything runs: ``status`` also looks whether the supervisor
-    is still the process of ``supervisor``.
+    is still the process of ``supervisor``. ``has_loaded``: a model was (partly) loaded once; before
+    that there is nothing of it that anybody would want to look at later.
     """
 
     schema_version: int = STATE_SCHEMA_VERSION
@@ -120,10 +132,12 @@ class DeploymentState(Record):
     api_url: str | None = None
     api_key_file: str | None = None
     stages: tuple[StageState, ...] = ()
+    experts: ExpertsState | None = None
     coordinator_buffer_bytes: int = 0
     created_at: float
     updated_at: float
     ready_at: float | None = None
+    has_loaded: bool = False
     restart_count: int = 0
     excluded_nodes: tuple[str, ...] = ()
     prompt_tokens_per_second: float | None = None

@@ -17,7 +17,8 @@ from linkcpp.launch.events import first_state
 from linkcpp.launch.folder import DeploymentFolder, deployment_folder, name_from_model
 from linkcpp.launch.records import DeploymentState, LaunchRequest
 from linkcpp.launch.rendering import templates_folder
-from linkcpp.planning.records import Plan
+from linkcpp.model.parts import is_url
+from linkcpp.planning.records import Plan, PlanMode
 
 POLL_SECONDS = 0.1
 
@@ -59,7 +60,9 @@ def make_request(
     )
 
 
-def _model_path(plan: Plan, model: Path | None) -> Path:
+def _model_path(plan: Plan, model: Path | None) -> Path | str:
+    if model is None and plan.mode is PlanMode.EXPERTS and is_url(plan.model.source):
+        return plan.model.source
     path = expand_home(model or Path(plan.model.source))
     if path.is_file():
         return path.resolve()

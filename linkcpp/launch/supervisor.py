@@ -26,13 +26,14 @@ from linkcpp.launch.events import (
     SupervisorStarted,
     first_state,
 )
+from linkcpp.launch.experts.attempt import ExpertsAttempt
 from linkcpp.launch.failing import StepRefusedError
 from linkcpp.launch.folder import DeploymentFolder, identity_of
 from linkcpp.launch.journal import Journal
 from linkcpp.launch.llamaserver import drop_overrides_from_environment
 from linkcpp.launch.records import DeploymentState, Phase
 from linkcpp.launch.surroundings import Surroundings
-from linkcpp.planning.records import Plan
+from linkcpp.planning.records import Plan, PlanMode
 
 log = logging.getLogger("linkcpp.launch")
 
@@ -101,7 +102,7 @@ class _Supervision:
                 plan = await self._plan_anew(history, failure)
 
     async def _attempt(self, plan: Plan) -> Failure:
-        attempt = Attempt(self._surroundings, plan, self._journal)
+        attempt = self._new_attempt(plan)
         try:
             return await attempt.run()
         except StepRefusedError as error:
@@ -121,6 +122,11 @@ class _Supervision:
         finally:
             self._has_served |= attempt.has_served
             await attempt.aclose()
+
+    def _new_attempt(self, plan: Plan) -> Attempt:
+        if plan.mode is PlanMode.EXPERTS:
+            return ExpertsAttempt(self._folder, self._surroundings, plan, self._journal)
+        return Attempt(self._surroundings, plan, self._journal)
 
     async def _plan_anew(self, history: History, failure: Failure) -> Plan:
         try:

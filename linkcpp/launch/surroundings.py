@@ -1,11 +1,12 @@
 """What a supervisor needs of this machine: engine, model file, discovery, and new plans."""
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 from linkcpp.cluster.config import load_config
-from linkcpp.cluster.discovery import find_cluster
+from linkcpp.cluster.discovery import DISCOVER_SECONDS, find_cluster, mdns_source
 from linkcpp.cluster.findings import compare_engines
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.records import Cluster, NodeId, NodeRecord, NodeStatus
@@ -21,7 +22,6 @@ from linkcpp.launch.records import LaunchRequest
 from linkcpp.launch.rendering import llama_server_command
 from linkcpp.model.inventory import read_inventory
 from linkcpp.model.records import ModelInventory
-from linkcpp.planning.arguments import server_arguments
 from linkcpp.planning.documents import check_plan_model
 from linkcpp.planning.records import Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
@@ -105,24 +105,46 @@ class Surroundings:
         inventory = await asyncio.to_thread(read_inventory, self._model_path)
         return await asyncio.to_thread(plan_again, inventory, remaining, self.request.plan.options)
 
+    async def advertised_urls(self, node_id: NodeId) -> list[str]:
+        """Return the addresses at which a node says on the local network that it is."""
+        found: list[str] = []
+        if self.request.use_mdns:
+            with contextlib.suppress(TimeoutError, LinkcppError):
+                async with (
+                    asyncio.timeout(DISCOVER_SECONDS),
+                    contextlib.aclosing(mdns_source()()) as candidates,
+                ):
+                    async for candidate in candidates:
+                        found += [candidate.url] if candidate.node_id == node_id else []
+        return found
+
     async def start_llama_server(
-        self, plan: Plan, endpoints: Mapping[int, str], on_line: Callable[[str], None]
+        self,
+        placement: Sequence[str],
+        on_line: Callable[[str], None],
+        *,
+        model_path: str | None = None,
+        host: str | None = None,
+        port: int | None = None,
     ) -> LlamaServer:
         """Render the command line and start llama-server with it.
+
+        ``placement`` follows from the plan. Model, host and port are the request's unless given.
 
         Raises:
             LinkcppError: the template or the port is unusable, or llama-server ended at once.
         """
         engine = await self.engine()
         request = self.request
-        check_port(request.host, request.port)
+        host, port = host or request.host, port or request.port
+        check_port(host, port)
         command = llama_server_command(
             program=str(engine.location.llama_server),
-            model_path=self._model_path,
+            model_path=model_path or self._model_path,
             model_name=request.name,
-            placement=server_arguments(plan, endpoints),
-            host=request.host,
-            port=request.port,
+            placement=placement,
+            host=host,
+            port=port,
             api_key_file=request.api_key_file,
             own_templates=request.templates_folder,
         )

@@ -58,6 +58,7 @@ class Swarm:
         self.folder = folder
         self.home = folder / "coordinator"
         self.agents: dict[str, Agent] = {}
+        self.has_own_cores = False
         self._engine = engine
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith("LINKCPP_")},
@@ -120,6 +121,10 @@ class Swarm:
                 stdout=log,
                 stderr=log,
             )
+        if self.has_own_cores:
+            # As on machines of their own: else the threads of one wait for those of another.
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(process.pid, {cores[len(self.agents) % len(cores)]})
         return Agent(name, "", process)
 
     def node_options(self) -> list[str]:

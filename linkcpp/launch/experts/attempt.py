@@ -1,0 +1,283 @@
+"""One try to bring a plan of mode ``experts`` up, watched until what must not end has ended."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from linkcpp.cluster.limits import usable_cores
+from linkcpp.common.errors import LinkcppError
+from linkcpp.dispatch.process import DispatchConfig
+from linkcpp.launch.api import check_port, free_port
+from linkcpp.launch.attempt import Attempt, cancel_all
+from linkcpp.launch.decisions import Failure, Observed, Step
+from linkcpp.launch.events import EngineStarted, EngineStopped, Noticed, PhaseEntered
+from linkcpp.launch.experts.decisions import next_step_of, uncovered_sentence, unproved_experts
+from linkcpp.launch.experts.dispatching import Dispatcher
+from linkcpp.launch.experts.events import BackboneCopied, DispatchSeen, FallbackChosen
+from linkcpp.launch.experts.files import Backbone, ExpertFiles
+from linkcpp.launch.experts.front import READY_PATTERN as FRONT_READY
+from linkcpp.launch.experts.front import FrontConfig
+from linkcpp.launch.experts.members import Circumstances, Member, members_of
+from linkcpp.launch.experts.programs import Program, start_program
+from linkcpp.launch.experts.records import ExpertsState
+from linkcpp.launch.experts.watching import watch_dispatcher, watch_program
+from linkcpp.launch.failing import BrokenError, StepRefusedError
+from linkcpp.launch.finding import FoundNode, find_node
+from linkcpp.launch.folder import DeploymentFolder
+from linkcpp.launch.journal import Journal
+from linkcpp.launch.records import Phase
+from linkcpp.launch.surroundings import Surroundings
+from linkcpp.launch.watch import watch_engine
+from linkcpp.planning.arguments import server_arguments
+from linkcpp.planning.records import ExpertShare, Plan
+
+LOOPBACK = "127.0.0.1"
+COVER_POLL_SECONDS = 0.5
+
+
+@dataclass
+class _Held:
+    """What an attempt has started here, in this order."""
+
+    dispatcher: Dispatcher | None = None
+    front: Program | None = None
+
+
+class ExpertsAttempt(Attempt):
+    """Holds everything that belongs to one run of the backbone; workers come and go meanwhile."""
+
+    def __init__(
+        self, folder: DeploymentFolder, surroundings: Surroundings, plan: Plan, journal: Journal
+    ) -> None:
+        super().__init__(surroundings, plan, journal)
+        self._folder = folder
+        self._held = _Held()
+        self._files: ExpertFiles | None = None
+        self._backbone: Backbone | None = None
+        self._members: list[Member] = []
+
+    @property
+    def _experts(self) -> ExpertsState:
+        experts = self._journal.state.experts
+        if experts is None:
+            raise LinkcppError("The plan has no experts to share out.", hint="Make it again.")
+        return experts
+
+    def _next(self, observed: Observed) -> Step:
+        return next_step_of(observed.done)
+
+    async def _do(self, step: Step, observed: Observed) -> Observed:
+        await self._actions()[step]()
+        return replace(observed, done=observed.done | {step})
+
+    def _actions(self) -> dict[Step, Callable[[], Awaitable[object]]]:
+        nothing = Observed()
+        return {
+            Step.CHECK_MODEL: lambda: self._check_model(nothing),
+            Step.CHECK_ENGINE: lambda: self._check_engine(nothing),
+            Step.MAKE_BACKBONE: self._make_backbone,
+            Step.START_DISPATCH: self._start_dispatch,
+            Step.START_WORKERS: self._start_workers,
+            Step.START_ENGINE: self._start_front_and_engine,
+            Step.AWAIT_ENGINE: lambda: self._await_engine(nothing),
+            Step.ASK: lambda: self._ask(nothing),
+            Step.PROVE_SPLIT: self._prove,
+        }
+
+    async def _make_backbone(self) -> None:
+        self._journal.emit(PhaseEntered(Phase.PREPARING))
+        request = self._request
+        files = await asyncio.to_thread(ExpertFiles, request.model_path, self._plan.model.source)
+
+        def tell(backbone: Backbone, done_bytes: int) -> None:
+            path, file_bytes, copied_bytes = backbone
+            self._journal.emit(BackboneCopied(path, file_bytes, copied_bytes, done_bytes))
+
+        self._backbone = await files.backbone(tell)
+        tell(self._backbone, self._backbone.copied_bytes)
+        has_fallback = files.full_model is not None and request.fallback_bytes > 0
+        self._journal.emit(FallbackChosen(has_fallback))
+        self._files = files
+
+    async def _start_dispatch(self) -> None:
+        assert self._files is not None and self._backbone is not None  # noqa: S101 - steps in order
+        request = self._request
+        engine = await self._surroundings.engine()
+        config = DispatchConfig(
+            engine=engine.location,
+            model=str(self._backbone.path),
+            fallback_model=str(self._files.full_model) if self._experts.has_fallback else None,
+            fallback_bytes=max(request.fallback_bytes, 1),
+            check_model_digest=self._files.digest,
+            control_token=secrets.token_urlsafe(32),
+            log_folder=self._folder.path,
+            threads=usable_cores(),
+            patience_seconds=request.patience_seconds,
+            zero_missing=True,
+            failure_counter=self._counter_file,
+        )
+        dispatcher = await Dispatcher.start(
+            config, folder=self._folder.path, log_path=self._folder.dispatch_log
+        )
+        self._held.dispatcher = dispatcher
+        self._watch(watch_program(dispatcher.program))
+        self._watch(
+            watch_dispatcher(
+                dispatcher,
+                self._journal.emit,
+                lambda: self._experts,
+                interval=self._interval_seconds,
+            )
+        )
+
+    @property
+    def _counter_file(self) -> Path:
+        return self._folder.path / "failures"
+
+    async def _start_workers(self) -> None:
+        self._journal.emit(PhaseEntered(Phase.STARTING_SERVERS))
+        assert self._files is not None and self._held.dispatcher is not None  # noqa: S101 - as above
+        engine = await self._surroundings.engine()
+        around = Circumstances(
+            deployment=self._request.name,
+            files=self._files,
+            engine=engine.location,
+            folder=self._folder.path,
+            dispatcher=self._held.dispatcher,
+            find=self._find,
+            emit=self._journal.emit,
+            experts=lambda: self._experts,
+        )
+        self._members = members_of(self._plan.expert_shares, around)
+        for member in self._members:
+            self._watch(member.run())
+        outcomes = await asyncio.gather(
+            *(asyncio.shield(member.first_try) for member in self._members)
+        )
+        failures = {
+            share.node_name: error.message
+            for share, error in zip(self._plan.expert_shares, outcomes, strict=True)
+            if error is not None
+        }
+        await self._see_to_coverage(failures)
+
+    async def _find(self, share: ExpertShare) -> FoundNode:
+        known = [*self._plan.node_urls.get(share.node_id, ()), *self._request.node_urls]
+        return await find_node(
+            share.node_id,
+            share.node_name,
+            token=self._surroundings.token,
+            urls=known,
+            discover=lambda: self._surroundings.advertised_urls(share.node_id),
+        )
+
+    async def _see_to_coverage(self, failures: dict[str, str]) -> None:
+        """Go on where every expert can be computed; once it has served, wait until it is so."""
+        dispatcher = self._held.dispatcher
+        assert dispatcher is not None  # noqa: S101 - as above
+        for name, why in sorted(failures.items()):
+            self._journal.emit(Noticed(f"{name} does not take part yet: {why.rstrip('.')}"))
+        has_told = False
+        while not self._experts.has_fallback:
+            status = await dispatcher.status()
+            self._journal.emit(DispatchSeen(status))
+            if not status.missing_expert_count:
+                return
+            sentence = uncovered_sentence(status.missing_expert_count, failures)
+            if failures and not self.is_again:
+                ids = {s.node_id for s in self._plan.expert_shares if s.node_name in failures}
+                raise StepRefusedError(
+                    sentence,
+                    hint="Mend that, plan with --replicas 2, or give the whole model as --model, "
+                    "so that this machine can compute what is missing.",
+                    nodes=frozenset(ids),
+                )
+            if self.is_again and not has_told:
+                has_told = True
+                self._journal.emit(Noticed(f"waiting: {sentence}"))
+            await asyncio.sleep(COVER_POLL_SECONDS)
+
+    async def _start_front_and_engine(self) -> None:
+        self._journal.emit(PhaseEntered(Phase.LOADING))
+        dispatcher, backbone, request = self._held.dispatcher, self._backbone, self._request
+        assert dispatcher is not None and backbone is not None  # noqa: S101 - as above
+        check_port(request.host, request.port)
+        engine_port = free_port(LOOPBACK)
+        self._held.front = await start_program(
+            "linkcpp.launch.experts.front",
+            FrontConfig(
+                host=request.host,
+                port=request.port,
+                engine_port=engine_port,
+                slot_count=self._plan.options.parallel,
+                api_key_file=Path(request.api_key_file) if request.api_key_file else None,
+                failure_counter=self._counter_file,
+                control_port=dispatcher.control_port,
+                control_token=dispatcher.token,
+            ),
+            name="the front",
+            config_path=self._folder.path / "front.json",
+            log_path=self._folder.front_log,
+            ready_pattern=FRONT_READY,
+        )
+        self._watch(watch_program(self._held.front))
+        slots = self._folder.path / "slots"
+        slots.mkdir(mode=0o700, exist_ok=True)
+        server = await self._surroundings.start_llama_server(
+            self._placement(dispatcher.endpoint, slots),
+            self._note_line,
+            model_path=str(backbone.path),
+            host=LOOPBACK,
+            port=engine_port,
+        )
+        self._resources.llama_server = server
+        self._journal.emit(EngineStarted(server.identity))
+        self._watch(watch_engine(server))
+
+    def _placement(self, endpoint: str, slots: Path) -> tuple[str, ...]:
+        placement = server_arguments(self._plan, {}, experts_at=endpoint)
+        # llama-server lets slots be erased only where they could also be saved.
+        return (*placement, "--slot-save-path", f"{slots}/")
+
+    async def _prove(self) -> None:
+        self._journal.emit(PhaseEntered(Phase.PROVING))
+        assert self._held.dispatcher is not None  # noqa: S101 - as above
+        self._journal.emit(DispatchSeen(await self._held.dispatcher.status()))
+        problems = unproved_experts(self._experts)
+        if problems:
+            raise LinkcppError(
+                f"The experts are not computed as planned: {'; '.join(problems)}.",
+                hint="`linkcpp logs` shows what the programs said; a template of your own can be "
+                "the reason.",
+            )
+        computed_here = self._experts.dispatch.fallback_pair_count
+        if computed_here:
+            self._journal.emit(
+                Noticed(f"{computed_here} pairs were computed here, since no worker had them")
+            )
+
+    async def _diagnose(self, broken: BrokenError) -> Failure:
+        """Only this machine's own programs can end a deployment: no node is to blame."""
+        return await super()._diagnose(replace_nodes(broken))
+
+    async def aclose(self) -> None:
+        """Give everything back; the user of each thing before the thing itself."""
+        front, dispatcher = self._held.front, self._held.dispatcher
+        if front is not None:
+            await front.stop()
+        if self._resources.llama_server is not None:
+            await self._resources.llama_server.stop()
+            self._resources.llama_server = None
+        await cancel_all(self._watchers)
+        if dispatcher is not None:
+            with contextlib.suppress(LinkcppError):
+                await dispatcher.stop()
+        self._journal.emit(EngineStopped())
+
+
+def replace_nodes(broken: BrokenError) -> BrokenError:
+    """Return the same without nodes."""
+    return BrokenError(broken.reason, hint=broken.hint)

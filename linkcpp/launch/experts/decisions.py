@@ -1,0 +1,92 @@
+"""What to do next in mode ``experts``, whether it is as planned, and how to say it. Pure."""
+
+from collections.abc import Mapping, Set
+
+from linkcpp.common.units import format_bytes
+from linkcpp.launch.decisions import PADDING_SHARE, ROUNDING_BYTES, Step
+from linkcpp.launch.experts.events import count_holders, fewest_holders, units_of
+from linkcpp.launch.experts.records import ExpertsState, WorkerPhase
+from linkcpp.planning.records import ExpertShare
+
+CHAIN = (
+    Step.CHECK_MODEL,
+    Step.CHECK_ENGINE,
+    Step.MAKE_BACKBONE,
+    Step.START_DISPATCH,
+    Step.START_WORKERS,
+    Step.START_ENGINE,
+    Step.AWAIT_ENGINE,
+    Step.ASK,
+    Step.PROVE_SPLIT,
+)
+
+
+def next_step_of(done: Set[Step]) -> Step:
+    """Return the first step of the chain that is not done."""
+    return next((step for step in CHAIN if step not in done), Step.SERVE)
+
+
+def lost_sentence(experts: ExpertsState, index: int, reason: str) -> str:
+    """Say that a worker went away, and who computes its experts from now on."""
+    lost = experts.workers[index]
+    others = [
+        worker
+        for worker in experts.workers
+        if worker.index != index and worker.phase is WorkerPhase.UP
+    ]
+    holders = count_holders([worker.segments for worker in others])
+    if fewest_holders(lost.segments, holders) > 0:
+        wanted = units_of(lost.segments)
+        names = sorted({w.node_name for w in others if units_of(w.segments) & wanted})
+        heirs = f"{_joined(names)} compute{'s' if len(names) == 1 else ''} its experts"
+    elif experts.has_fallback:
+        heirs = "what nobody else holds is computed here"
+    else:
+        heirs = "requests that need its experts fail until it is back"
+    return f"{lost.node_name} went away ({reason.rstrip('.')}); {heirs}"
+
+
+def back_sentence(share: ExpertShare) -> str:
+    """Say that a worker computes again."""
+    return f"{share.node_name} is back and computes again"
+
+
+def unproved_experts(experts: ExpertsState) -> list[str]:
+    """Say what is not as the plan has it, after a first completion.
+
+    Three witnesses must agree: the nodes say what their workers hold, the dispatch process what it
+    asked of whom, and by the sum of both llama-server computed no expert by itself.
+    """
+    seen = experts.dispatch
+    problems = []
+    if not seen.call_count:
+        problems.append("llama-server sent no experts to the virtual device")
+    if seen.failed_call_count:
+        problems.append(f"{seen.failed_call_count} calls had nobody to compute them")
+    computed = sum(worker.total.pair_count for worker in experts.workers)
+    if computed + seen.fallback_pair_count < seen.pair_count - seen.failed_pair_count:
+        problems.append(
+            f"{computed + seen.fallback_pair_count} of {seen.pair_count} pairs are accounted for"
+        )
+    for worker in experts.workers:
+        planned, held = worker.planned_weight_bytes, worker.slab_bytes
+        if worker.phase is not WorkerPhase.UP or held is None:
+            continue
+        slack = ROUNDING_BYTES + PADDING_SHARE * planned
+        if abs(held - planned) > slack:
+            problems.append(
+                f"{worker.node_name} holds {format_bytes(held)} instead of {format_bytes(planned)}"
+            )
+    return problems
+
+
+def uncovered_sentence(missing_count: int, reasons: Mapping[str, str]) -> str:
+    """Say that some experts have no worker, and why not."""
+    why = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in sorted(reasons.items()))
+    return f"{missing_count} experts have no worker ({why or 'no node was planned for them'})."
+
+
+def _joined(names: list[str]) -> str:
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"

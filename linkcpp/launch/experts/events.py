@@ -1,0 +1,224 @@
+"""What happens to the experts of a deployment, and how its state follows from that. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linkcpp.dispatch.control import DispatchStatus, WorkerStatus
+from linkcpp.launch.experts.records import (
+    Counts,
+    DispatchCounts,
+    ExpertsState,
+    WorkerPhase,
+    WorkerState,
+)
+from linkcpp.model.slices.segments import Segment
+from linkcpp.node.records import WorkerId
+from linkcpp.planning.records import Plan
+from linkcpp.worker import frames
+
+
+@dataclass(frozen=True)
+class BackboneCopied:
+    """So much of the hollow backbone file is there."""
+
+    path: Path
+    file_bytes: int
+    total_bytes: int
+    done_bytes: int
+
+
+@dataclass(frozen=True)
+class FallbackChosen:
+    """Whether this machine computes what no worker does."""
+
+    has_fallback: bool
+
+
+@dataclass(frozen=True)
+class SliceSeen:
+    """So much of a share's slice is where it is wanted."""
+
+    share: int
+    file_bytes: int | None
+    done_bytes: int
+    transferred_bytes: int
+
+
+@dataclass(frozen=True)
+class WorkerMoved:
+    """A share went on to ``phase``; ``detail`` says why, where that matters."""
+
+    share: int
+    phase: WorkerPhase
+    detail: str | None = None
+
+
+@dataclass(frozen=True)
+class WorkerFound:
+    """The node of a share was found."""
+
+    share: int
+    url: str
+    rtt_ms: float
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    """A worker for a share was started; ``holder`` is its name in the dispatch process."""
+
+    share: int
+    holder: str
+    worker_id: WorkerId | None
+    slab_bytes: int | None
+
+
+@dataclass(frozen=True)
+class DispatchSeen:
+    """The dispatch process told how it stands."""
+
+    status: DispatchStatus
+
+
+ExpertsEvent = (
+    BackboneCopied
+    | FallbackChosen
+    | SliceSeen
+    | WorkerMoved
+    | WorkerFound
+    | WorkerStarted
+    | DispatchSeen
+)
+# A worker that is being checked is asked again as soon as that is over.
+LINKED = ("up", "checking")
+AnySegment = Segment | frames.Segment
+FREQUENT_EVENTS = (BackboneCopied, SliceSeen, WorkerFound, DispatchSeen)
+
+
+def first_experts(plan: Plan) -> ExpertsState | None:
+    """Return the state of a plan's experts before anything was done; ``None`` without any."""
+    if not plan.expert_shares:
+        return None
+    workers = tuple(
+        WorkerState(
+            index=index,
+            node_id=share.node_id,
+            node_name=share.node_name,
+            is_coordinator=share.is_coordinator,
+            device=share.device,
+            segments=share.segments,
+            planned_weight_bytes=share.memory.weight_bytes,
+        )
+        for index, share in enumerate(plan.expert_shares)
+    )
+    return ExpertsState(workers=workers)
+
+
+def apply_to_experts(state: ExpertsState, event: ExpertsEvent) -> ExpertsState:  # noqa: PLR0911 - one case an event
+    """Return the state after ``event``."""
+    match event:
+        case BackboneCopied(path, file_bytes, total_bytes, done_bytes):
+            changes: dict[str, Any] = {
+                "backbone_path": path,
+                "backbone_bytes": file_bytes,
+                "backbone_copied_bytes": total_bytes,
+                "backbone_done_bytes": done_bytes,
+            }
+            return state.model_copy(update=changes)
+        case FallbackChosen(has_fallback):
+            return state.model_copy(update={"has_fallback": has_fallback})
+        case SliceSeen(share, file_bytes, done_bytes, transferred_bytes):
+            changes = {
+                "slice_bytes": file_bytes,
+                "slice_done_bytes": done_bytes,
+                "transferred_bytes": transferred_bytes,
+            }
+            return _with(state, share, changes)
+        case WorkerMoved(share, phase, detail):
+            return _with(state, share, {"phase": phase, "detail": detail})
+        case WorkerFound(share, url, rtt_ms):
+            return _with(state, share, {"url": url, "rtt_ms": rtt_ms})
+        case WorkerStarted(share, holder, worker_id, slab_bytes):
+            before = state.workers[share]
+            changes = {
+                "holder": holder,
+                "worker_id": worker_id,
+                "slab_bytes": slab_bytes,
+                "start_count": before.start_count + 1,
+                "earlier": before.total,
+            }
+            return _with(state, share, changes)
+        case DispatchSeen(status):
+            return _seen(state, status)
+
+
+def _with(state: ExpertsState, share: int, changes: Mapping[str, Any]) -> ExpertsState:
+    workers = list(state.workers)
+    workers[share] = workers[share].model_copy(update=changes)
+    return state.model_copy(update={"workers": tuple(workers)})
+
+
+def _seen(state: ExpertsState, status: DispatchStatus) -> ExpertsState:
+    by_name = {worker.name: worker for worker in status.workers}
+    up = [worker.segments for worker in status.workers if worker.state in LINKED]
+    holders = count_holders(up)
+    workers = []
+    for worker in state.workers:
+        changes: dict[str, Any] = {"replica_count": fewest_holders(worker.segments, holders)}
+        seen = by_name.get(worker.holder or "")
+        changes["is_linked"] = seen is not None and seen.state in LINKED
+        changes["link"] = seen.state if seen is not None else None
+        changes["link_detail"] = (seen.detail or None) if seen is not None else None
+        if seen is not None:
+            changes["total"] = worker.earlier.plus(counts_of(seen))
+        workers.append(worker.model_copy(update=changes))
+    fallback = status.fallback
+    names = set(DispatchCounts.model_fields) & set(DispatchStatus.model_fields)
+    counts = DispatchCounts(
+        **{name: getattr(status, name) for name in names},
+        fallback_pair_count=fallback.pair_count if fallback else 0,
+        fallback_loaded_count=fallback.loaded_count if fallback else 0,
+    )
+    changes = {
+        "workers": tuple(workers),
+        "dispatch": counts,
+        "fallback_failure": fallback.failure if fallback else None,
+    }
+    return state.model_copy(update=changes)
+
+
+def counts_of(worker: WorkerStatus) -> Counts:
+    """Return what a worker did, with its mean times as sums."""
+    return Counts(
+        pair_count=worker.pair_count,
+        request_count=worker.request_count,
+        sent_bytes=worker.sent_bytes,
+        received_bytes=worker.received_bytes,
+        failure_count=worker.failure_count,
+        wait_ms=worker.mean_wait_ms * worker.request_count,
+        compute_ms=worker.mean_compute_ms * worker.request_count,
+    )
+
+
+def count_holders(held: Iterable[Sequence[AnySegment]]) -> dict[tuple[int, int], int]:
+    """Count for each (layer, expert) how many of the workers hold it."""
+    counts: dict[tuple[int, int], int] = {}
+    for segments in held:
+        for unit in units_of(segments):
+            counts[unit] = counts.get(unit, 0) + 1
+    return counts
+
+
+def units_of(segments: Iterable[AnySegment]) -> set[tuple[int, int]]:
+    """Return the (layer, expert) pairs of segments."""
+    return {
+        (segment.layer, expert)
+        for segment in segments
+        for expert in range(segment.first, segment.last + 1)
+    }
+
+
+def fewest_holders(segments: Iterable[AnySegment], holders: Mapping[tuple[int, int], int]) -> int:
+    """Return how many workers hold the least held expert of some segments."""
+    return min((holders.get(unit, 0) for unit in units_of(segments)), default=0)

@@ -1,0 +1,167 @@
+"""One request and its answer on their way through the front."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import httpx
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from linkcpp.launch.experts.gate import Passage
+from linkcpp.launch.experts.refusals import Refusal
+from linkcpp.launch.experts.upstream import STALL_SECONDS, Headers, Upstream
+
+# Of one hop each (RFC 9110, section 7.6.1).
+_OWN_HEADERS = frozenset(
+    {
+        b"connection",
+        b"expect",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_EVENT_END = b"\n\n"
+
+
+class Exchange:
+    """One request; ``run`` returns when its answer was sent, or the client or all hope is gone."""
+
+    def __init__(self, upstream: Upstream, scope: Scope, receive: Receive, send: Send) -> None:
+        self._upstream = upstream
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._body_was_read = asyncio.Event()
+        self._has_begun = False
+        self._is_events = False
+        self._last_bytes = b""
+        self._passage: Passage | None = None
+        self.has_failed = False
+
+    async def run(self, passage: Passage | None = None) -> None:
+        """Carry the request there and the answer back. A failure stops it; see ``has_failed``."""
+        self._passage = passage
+        tasks = {asyncio.create_task(self._client_gone())}
+        if passage is not None:
+            tasks.add(asyncio.create_task(_true(passage.failure_seen.wait())))
+        carrying = asyncio.create_task(self._carry())
+        try:
+            await asyncio.wait({carrying, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (carrying, *tasks):
+                task.cancel()
+            results = await asyncio.gather(carrying, *tasks, return_exceptions=True)
+        self.has_failed |= passage is not None and passage.failure_seen.is_set()
+        if isinstance(results[0], Exception) and not self.has_failed:
+            raise results[0]
+
+    async def refuse(self, refusal: Refusal) -> None:
+        """Answer with an error: by its status, or as an event where the answer has begun."""
+        if not self._has_begun:
+            headers = {"Retry-After": "5"} if refusal.status == 503 else {}
+            answer = JSONResponse(refusal.body(), refusal.status, headers)
+            await answer(self._scope, self._receive, self._send)
+        elif self._is_events:
+            gap = b"" if self._last_bytes.endswith(_EVENT_END) or not self._last_bytes else b"\n\n"
+            data = f"data: {json.dumps(refusal.body())}\n\n".encode()
+            await self._put(gap + data)
+            await self._put(b"", more=False)
+        # Of any other answer that has begun the end is left out, which tells the client enough.
+
+    async def _carry(self) -> None:
+        try:
+            answer = await self._upstream.send(
+                self._scope["method"], self._target(), self._headers(), self._body()
+            )
+        except httpx.HTTPError as error:
+            await self.refuse(Refusal(502, f"llama-server does not answer: {_reason(error)}."))
+            return
+        try:
+            await self._return(answer)
+        finally:
+            with contextlib.suppress(httpx.HTTPError):
+                await answer.aclose()
+
+    async def _return(self, answer: httpx.Response) -> None:
+        kind = answer.headers.get("content-type", "")
+        self._is_events = kind.startswith("text/event-stream")
+        # Whatever is no stream of events was computed to its end before its head came.
+        if self._stop_if_failed():
+            return
+        headers = [(k, v) for k, v in answer.headers.raw if k.lower() not in _OWN_HEADERS]
+        self._has_begun = True
+        await self._send(
+            {"type": "http.response.start", "status": answer.status_code, "headers": headers}
+        )
+        try:
+            async for data in answer.aiter_raw():
+                if self._stop_if_failed():
+                    return
+                await self._put(data)
+        except httpx.HTTPError as error:
+            if self._is_events:
+                await self.refuse(Refusal(502, f"llama-server broke off: {_reason(error)}."))
+            return
+        if not self._stop_if_failed():
+            await self._put(b"", more=False)
+
+    def _stop_if_failed(self) -> bool:
+        self.has_failed |= self._passage is not None and self._passage.has_failed
+        return self.has_failed
+
+    async def _put(self, data: bytes, *, more: bool = True) -> None:
+        async with asyncio.timeout(STALL_SECONDS):
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._last_bytes = (self._last_bytes + data)[-2:]
+
+    def _target(self) -> bytes:
+        target: bytes = self._scope["raw_path"] or b"/"
+        query: bytes = self._scope["query_string"]
+        return target + b"?" + query if query else target
+
+    def _headers(self) -> Headers:
+        return [(k, v) for k, v in self._scope["headers"] if k.lower() not in _OWN_HEADERS]
+
+    def _body(self) -> AsyncIterator[bytes] | None:
+        names = {name.lower() for name, _ in self._scope["headers"]}
+        if names & {b"content-length", b"transfer-encoding"}:
+            return self._read_body()
+        self._body_was_read.set()
+        return None
+
+    async def _read_body(self) -> AsyncIterator[bytes]:
+        more = True
+        while more:
+            async with asyncio.timeout(STALL_SECONDS):
+                message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise httpx.WriteError("the client went away")
+            more = message.get("more_body", False)
+            if data := message.get("body", b""):
+                yield data
+        self._body_was_read.set()
+
+    async def _client_gone(self) -> bool:
+        # While the body comes, whoever reads it notices.
+        await self._body_was_read.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        return True
+
+
+async def _true(waiting: Coroutine[Any, Any, Any]) -> bool:
+    await waiting
+    return True
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__

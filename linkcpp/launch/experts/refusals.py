@@ -1,0 +1,75 @@
+"""Errors of the front in the form that llama-server and the OpenAI API give them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from linkcpp.dispatch.control import DispatchStatus
+from linkcpp.engine.rpc_server import LOOPBACK
+from linkcpp.model.slices.segments import merge_ranges, write_ranges
+
+_ASK_SECONDS = 2.0
+_NAMED_LAYERS = 4
+_TYPES = {501: "not_supported_error", 502: "server_error", 503: "unavailable_error"}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An answer that is an error; ``missing`` has the experts of each layer that nobody had."""
+
+    status: int
+    message: str
+    missing: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object that is sent."""
+        error: dict[str, Any] = {
+            "code": self.status,
+            "message": self.message,
+            "type": _TYPES.get(self.status, "server_error"),
+        }
+        if self.missing:
+            error["missing_experts"] = [
+                {"layer": layer, "experts": list(experts)}
+                for layer, experts in sorted(self.missing.items())
+            ]
+        return {"error": error}
+
+
+def refusal_of(status: DispatchStatus) -> Refusal:
+    """Say which experts nobody had in the calls that failed last. Pure."""
+    missing: dict[int, set[int]] = {}
+    for call in status.failures:
+        missing.setdefault(call.layer, set()).update(call.experts)
+    named = [
+        f"{write_ranges(merge_ranges((expert, expert) for expert in experts))} of layer {layer}"
+        for layer, experts in sorted(missing.items())
+    ]
+    rest = len(named) - _NAMED_LAYERS
+    if rest > 0:
+        named[_NAMED_LAYERS:] = [f"others of {rest} more layer{'s' if rest > 1 else ''}"]
+    away = [worker.name for worker in status.workers if worker.state != "up"]
+    message = f"No worker has the experts {', '.join(named)}, and there is no local fallback."
+    if away:
+        message += f" Away: {', '.join(away)}."
+    return Refusal(503, message, {layer: tuple(sorted(e)) for layer, e in missing.items()})
+
+
+class Refusals:
+    """Asks the dispatch process why a request has failed."""
+
+    def __init__(self, control_port: int, token: str) -> None:
+        self._url = f"http://{LOOPBACK}:{control_port}/status"
+        self._headers = {"Authorization": f"Bearer {token}"}
+
+    async def describe(self) -> Refusal:
+        """Return the error for a request whose experts were missing."""
+        try:
+            async with httpx.AsyncClient(timeout=_ASK_SECONDS, trust_env=False) as client:
+                answer = await client.get(self._url, headers=self._headers)
+                answer.raise_for_status()
+                return refusal_of(DispatchStatus.model_validate_json(answer.content))
+        except (httpx.HTTPError, ValidationError):
+            return Refusal(503, "No worker has some experts that this request needs.")
