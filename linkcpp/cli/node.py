@@ -1,6 +1,7 @@
 """``linkcpp node``: this machine's node agent, until Ctrl-C."""
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -16,12 +17,15 @@ from linkcpp.cluster.addresses import own_addresses
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config, node_url
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.limits import usable_cores
-from linkcpp.cluster.measure import cpu_read_rate
-from linkcpp.cluster.records import NodeRecord
+from linkcpp.cluster.measure import CPU, cpu_read_rate
+from linkcpp.cluster.records import NodeDevice, NodeRecord
 from linkcpp.cluster.token import ensure_token, token_path
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes, parse_bytes
 from linkcpp.engine.records import Engine
 from linkcpp.node.agent import AgentOptions, NodeAgent, engine_or_problem, measure_overhead
+from linkcpp.node.alone import only_agent
 from linkcpp.node.service import systemd_unit
 from linkcpp.node.serving import listen
 
@@ -40,7 +44,11 @@ def node(
     ] = DEFAULT_AGENT_PORT,
     name: Annotated[str | None, typer.Option(help="Name to show; default: the host name.")] = None,
     memory: Annotated[
-        str | None, typer.Option(help="The most that this machine gives, like 6GB.")
+        str | None,
+        typer.Option(
+            help="The most that this machine gives, like 6GB. What an rpc-server takes for itself, "
+            "about 90 MB for each deployment, comes out of it."
+        ),
     ] = None,
     slices: Annotated[
         str | None,
@@ -62,7 +70,8 @@ def node(
     """Measure this machine, offer it to the cluster, and run engine processes on request.
 
     Every call but the proof of life needs the cluster token, so the agent may listen on all
-    interfaces. Engine processes listen on loopback only.
+    interfaces. Engine processes listen on loopback only. While a deployment runs, the offer is
+    smaller by what its plan says and by what its rpc-server takes for itself.
     """
     if unit:
         console().print(systemd_unit(_unit_command()), end="", markup=False, soft_wrap=True)
@@ -78,11 +87,13 @@ def node(
     )
     identity = load_identity(name or config.name)
     token, is_new = ensure_token()
-    # Before the checks, which take seconds: a taken port is told at once.
-    sockets = listen(host, port)
-    try:
+    with contextlib.ExitStack() as stack:
+        # Before the checks, which take seconds: these are told at once.
+        stack.enter_context(only_agent())
+        sockets = [stack.enter_context(opened) for opened in listen(host, port)]
         _log_for_people()
         chosen, overhead_bytes = _look_at_machine(engine or config.engine)
+        _check_options(options, chosen, overhead_bytes)
         agent = NodeAgent(
             token=token,
             identity=identity,
@@ -94,9 +105,25 @@ def node(
         if is_new:
             _tell_about_token()
         asyncio.run(_serve(agent, sockets, host))
-    finally:
-        for opened in sockets:
-            opened.close()
+
+
+def _check_options(options: AgentOptions, engine: Engine, overhead_bytes: int) -> None:
+    if engine.problem is not None:
+        return
+    limit = options.memory_limit_bytes
+    if limit is not None and limit <= overhead_bytes:
+        raise LinkcppError(
+            f"A limit of {format_bytes(limit)} leaves nothing to offer: an rpc-server takes "
+            f"{format_bytes(overhead_bytes)} for itself.",
+            hint="Give more with --memory (or memory_limit in config.toml), such as --memory 2GB.",
+        )
+    known = list(dict.fromkeys([*(device.name for device in engine.devices), CPU]))
+    for name in options.devices or ():
+        if name not in known:
+            raise LinkcppError(
+                f"This machine has no device {printable(name)!r}.",
+                hint=f"Offer one of: {', '.join(known)}.",
+            )
 
 
 def _look_at_machine(explicit: Path | None) -> tuple[Engine, int]:
@@ -118,7 +145,8 @@ async def _serve(agent: NodeAgent, sockets: list[socket.socket], host: str | Non
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
     urls = _urls(host, sockets[0].getsockname()[1])
-    await agent.serve(sockets, stop, lambda record: _announce(record, urls))
+    kept = agent.servers.overhead_bytes
+    await agent.serve(sockets, stop, lambda record: _announce(record, urls, kept))
     status_console().print("stopped; nothing of this node is left running")
 
 
@@ -130,20 +158,31 @@ def _urls(host: str | None, port: int) -> list[str]:
     return [node_url(address, port) for address in addresses if not address.startswith("fe80")]
 
 
-def _announce(record: NodeRecord, urls: list[str]) -> None:
+def _announce(record: NodeRecord, urls: list[str], kept_bytes: int) -> None:
     out = console()
     engine = record.engine.label if record.engine else "none that works"
     out.print(
         f"[bold]{_plain(record.name)}[/] is a node: {_plain(', '.join(urls))}", soft_wrap=True
     )
     out.print(f"  engine: {_plain(engine)}", soft_wrap=True)
-    for device in record.devices:
+    if record.engine_problem is not None:
+        out.print("  offers nothing until its engine works")
+    for device in record.devices if record.engine_problem is None else ():
         out.print(
             f"  offers {format_bytes(device.offered_bytes)} of {format_bytes(device.total_bytes)} "
-            f"on {_plain(device.name)} ({_plain(device.description)})",
+            f"on {_plain(device.name)} ({_plain(device.description)})"
+            f"{_deductions(device, record, kept_bytes)}",
             soft_wrap=True,
         )
     out.print("  Ctrl-C stops it.")
+
+
+def _deductions(device: NodeDevice, record: NodeRecord, kept_bytes: int) -> str:
+    limit = record.memory_limit_bytes
+    words = [f"limit {format_bytes(limit)}"] if limit is not None else []
+    if device.is_cpu:
+        words.append(f"{format_bytes(kept_bytes)} kept for the rpc-server itself")
+    return f": {', '.join(words)}" if words else ""
 
 
 def _tell_about_token() -> None:

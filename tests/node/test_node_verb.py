@@ -1,6 +1,7 @@
 """``linkcpp node`` as a person meets it."""
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -18,9 +19,16 @@ from linkcpp.node.serving import listen
 from tests.node.agents import agent_process
 
 
-def run_node(*words: str) -> subprocess.CompletedProcess[str]:
+def run_node(*words: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "linkcpp.cli.main", "node", "--no-mdns", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **({"LINKCPP_HOME": str(home)} if home else {})},
+    )
 
 
 def test_a_taken_port_is_told_in_one_sentence_with_the_way_out() -> None:
@@ -64,6 +72,7 @@ async def test_a_node_whose_engine_does_not_work_runs_and_says_so(
         said = await asyncio.to_thread(agent.output.read_text)
     assert record.engine_problem is not None
     assert "engine problem" in said
+    assert "offers nothing until its engine works" in said
     assert "way out" in said
 
 
@@ -107,3 +116,41 @@ def test_the_verb_prints_a_unit_for_its_own_options() -> None:
     assert done.returncode == 0
     assert "node --no-mdns --memory 6GB" in done.stdout
     assert "[Service]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--memory", "10MB"), "leaves nothing to offer"),
+        (("--device", "GPU7"), "This machine has no device 'GPU7'"),
+    ],
+)
+def test_an_offer_that_would_be_nothing_is_refused(
+    stock_engine: EngineLocation, words: tuple[str, ...], told: str
+) -> None:
+    assert stock_engine.rpc_server is not None
+    engine = ("--engine", str(stock_engine.rpc_server.parent))
+    done = run_node("--host", "127.0.0.1", "--port", "0", *engine, *words)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "way out" in done.stderr
+
+
+async def test_what_a_limited_node_offers_adds_up_before_ones_eyes(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    async with agent_process(stock_engine, tmp_path / "node", "--memory", "300MB") as agent:
+        said = await asyncio.to_thread(agent.output.read_text)
+    assert "limit 300 MB" in said
+    assert "kept for the rpc-server itself" in said
+
+
+async def test_a_second_node_with_the_folder_of_a_running_one_is_refused(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    async with agent_process(stock_engine, tmp_path / "node"):
+        done = await asyncio.to_thread(
+            run_node, "--host", "127.0.0.1", "--port", "0", home=tmp_path / "node"
+        )
+    assert done.returncode == 2
+    assert "A node runs already with the state folder" in done.stderr
