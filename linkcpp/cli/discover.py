@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -23,6 +25,7 @@ from linkcpp.engine.records import Engine
 
 _PAUSE_SECONDS = 1.0
 _TABLE_COLUMNS = 80
+_IPV4_ADDRESS_COLUMNS = len("255.255.255.255:65535")
 
 app = verb()
 
@@ -65,9 +68,17 @@ def discover(
     if as_json:
         print_json(found)
     else:
-        for part in render(found, remarks):
+        for part in render(found, remarks, where=search.where):
             # Commands and reasons are not broken: the terminal wraps them, and they can be copied.
             console(_TABLE_COLUMNS).print(part, soft_wrap=isinstance(part, Text))
+
+
+class Where(StrEnum):
+    """Where a search looks: on the network, at named addresses only, or at none."""
+
+    AROUND = "around"
+    NAMED = "named"
+    NOWHERE = "nowhere"
 
 
 class _Search:
@@ -81,6 +92,14 @@ class _Search:
         self.timeout_seconds = timeout_seconds
         self.use_mdns = use_mdns
         self._known: dict[str, DiscoveredNode] = {}
+
+    @property
+    def where(self) -> "Where":
+        """Tell where it looks."""
+        config = load_config()
+        if self.use_mdns and config.mdns:
+            return Where.AROUND
+        return Where.NAMED if self.urls or config.nodes else Where.NOWHERE
 
     async def again(self) -> Discovery:
         """Search once more; a node that was there before is asked again."""
@@ -101,10 +120,20 @@ async def _watch(search: _Search, remarks: list[str], *, as_json: bool) -> None:
             found = await search.again()
             print(json.dumps(found.model_dump(mode="json"), ensure_ascii=False), flush=True)
             await asyncio.sleep(_PAUSE_SECONDS)
-    with Live(Text("Looking for nodes…"), console=console(), auto_refresh=False) as live:
-        while True:
-            live.update(Group(*render(await search.again(), remarks)), refresh=True)
-            await asyncio.sleep(_PAUSE_SECONDS)
+    out = console(_TABLE_COLUMNS)
+    shown: RenderableType = Text("Looking for nodes…")
+    try:
+        with Live(shown, console=out, auto_refresh=False, screen=True) as live:
+            while True:
+                parts = render(await search.again(), remarks, where=search.where)
+                looked = Text(f"Last looked at {time.strftime('%H:%M:%S')}; Ctrl-C ends this.")
+                shown = Group(*parts, looked)
+                live.update(shown, refresh=True)
+                await asyncio.sleep(_PAUSE_SECONDS)
+    finally:
+        # The screen that was there before is back: what was seen last stays on it.
+        if out.is_terminal:
+            out.print(shown)
 
 
 def _engine() -> tuple[Engine | None, list[str]]:
@@ -115,7 +144,9 @@ def _engine() -> tuple[Engine | None, list[str]]:
         return None, [f"Engines are not compared: {error}"]
 
 
-def render(found: Discovery, remarks: Iterable[str] = ()) -> list[RenderableType]:
+def render(
+    found: Discovery, remarks: Iterable[str] = (), *, where: Where = Where.AROUND
+) -> list[RenderableType]:
     """Lay a search's result out for people: a table, why nodes are not ready, what to check."""
     parts: list[RenderableType] = []
     if found.nodes:
@@ -127,17 +158,19 @@ def render(found: Discovery, remarks: Iterable[str] = ()) -> list[RenderableType
         if node.reason
     ]
     if not found.cluster.nodes:
-        parts.append(Text(_what_to_check(has_own_agent=bool(found.nodes))))
+        parts.append(Text(_what_to_check(where, has_own_agent=bool(found.nodes))))
     parts += [Text(note, style="yellow") for note in (*remarks, *found.notes)]
     return parts
 
 
 def _table(nodes: Iterable[DiscoveredNode]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("NODE", "ADDRESS"):
-        table.add_column(title, overflow="fold")
-    table.add_column("RTT", justify="right", no_wrap=True)
-    table.add_column("LINK", justify="right", no_wrap=True)
+    nodes = list(nodes)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("NODE", overflow="fold")
+    # An address must come whole, or it cannot be copied; only those of IPv6 are longer.
+    longest = max((len(_address(node)) for node in nodes), default=0)
+    table.add_column("ADDRESS", overflow="fold", min_width=min(longest, _IPV4_ADDRESS_COLUMNS))
+    table.add_column("RTT, RATE", justify="right")
     table.add_column("FREE MEMORY", no_wrap=True)
     table.add_column("CORES", justify="right")
     table.add_column("ENGINE", overflow="fold")
@@ -148,8 +181,9 @@ def _table(nodes: Iterable[DiscoveredNode]) -> Table:
         table.add_row(
             Text(node.name),
             Text(_address(node)),
-            f"{node.link.rtt_ms:.1f} ms" if node.link else "-",
-            f"{format_bytes(round(rate))}/s" if rate else "-",
+            f"{node.link.rtt_ms:.1f} ms" + (f"\n{format_bytes(round(rate))}/s" if rate else "")
+            if node.link
+            else "-",
             Text(_memory(node)),
             str(record.core_count) if record else "-",
             Text(record.engine.label if record and record.engine else "-"),
@@ -177,13 +211,24 @@ def _status(node: DiscoveredNode) -> Text:
     return Text(node.status.value.replace("_", " "), style="green" if is_ready else "yellow")
 
 
-def _what_to_check(*, has_own_agent: bool) -> str:
+def _what_to_check(where: Where, *, has_own_agent: bool) -> str:
     first = "No other node was found" if has_own_agent else "No node was found"
-    return (
+    if where is Where.NOWHERE:
+        return (
+            f"{first}: you gave no --node, mDNS is off, and config.toml names no nodes.\n"
+            "Name one: `linkcpp discover --no-mdns --node ADDRESS`"
+        )
+    ports = f"TCP port {DEFAULT_AGENT_PORT}"
+    if where is Where.AROUND:
+        ports = f"UDP port 5353 (mDNS) and {ports}"
+    steps = (
         f"{first}. To check:\n"
         "  1. Does `linkcpp node` run on the other machines?\n"
         "  2. Do they have this machine's token?\n"
         "     `linkcpp token --show | ssh OTHER linkcpp token set`\n"
-        f"  3. Do firewalls let UDP port 5353 (mDNS) and TCP port {DEFAULT_AGENT_PORT} through?\n"
-        "  4. On another network, or where mDNS is blocked: `linkcpp discover --node ADDRESS`"
+        f"  3. Do firewalls let {ports} through?"
     )
+    if where is Where.NAMED:
+        return steps
+    elsewhere = "On another network, or where mDNS is blocked: `linkcpp discover --node ADDRESS`"
+    return f"{steps}\n  4. {elsewhere}"

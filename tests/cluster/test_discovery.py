@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 import pytest
 from typer.testing import CliRunner
 
-from linkcpp.cli.discover import app
+from linkcpp.cli.discover import Where, app, render
 from linkcpp.cluster.candidates import Candidate, Probe
 from linkcpp.cluster.discovery import (
     Discovery,
@@ -250,10 +250,21 @@ async def test_without_a_token_the_way_out_is_told() -> None:
 
 def test_nothing_found_says_what_to_check() -> None:
     store_token(TOKEN)
+    nothing = Discovery(coordinator=node_record(), nodes=(), notes=())
+    told = "".join(str(part) for part in render(nothing))
+    for word in ("linkcpp node", "token set", "5353", "--node ADDRESS"):
+        assert word in told
+    named = "".join(str(part) for part in render(nothing, where=Where.NAMED))
+    assert "5353" not in named
+    assert "8716" in named
+
+
+def test_a_search_that_asks_nobody_says_so_and_not_that_firewalls_may_be_in_the_way() -> None:
+    store_token(TOKEN)
     told = CliRunner().invoke(app, ["--no-mdns"])
     assert told.exit_code == 0, told.output
-    for word in ("linkcpp node", "token set", "5353", "--node ADDRESS"):
-        assert word in told.output
+    assert "you gave no --node" in told.output
+    assert "5353" not in told.output
 
 
 async def test_the_command_prints_a_table_or_json() -> None:
