@@ -7,12 +7,13 @@ import importlib.metadata
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import data_folder, expand_home, home_folder
 from linkcpp.common.settings import config_path, read_settings
+from linkcpp.engine.openmp import openmp_folders
 from linkcpp.engine.records import EngineLocation
 
 ENGINE_VARIABLE = "LINKCPP_ENGINE"
@@ -263,7 +264,7 @@ def _location(server: Path | None, rpc_server: Path | None, found_by: str) -> En
     )
 
 
-def _library_folders(programs: Iterable[Path]) -> list[Path]:
+def _library_folders(programs: Sequence[Path]) -> list[Path]:
     folders: dict[Path, None] = {}
     for program in programs:
         for base in dict.fromkeys((program.parent, program.resolve().parent)):
@@ -271,7 +272,7 @@ def _library_folders(programs: Iterable[Path]) -> list[Path]:
                 # The loader searches the system's own folders anyway.
                 if str(folder) not in _SYSTEM_LIBRARY_FOLDERS and _has_engine_library(folder):
                     folders.setdefault(folder)
-    return list(folders)
+    return [*folders, *openmp_folders(programs)]
 
 
 def _has_engine_library(folder: Path) -> bool:

