@@ -10,7 +10,8 @@ from rich.text import Text
 
 from linkcpp.cli.output import console, print_json, status_console
 from linkcpp.cli.plan_files import load_counts, read_document, save_plan
-from linkcpp.cli.plan_report import explanation, report, shortfall_report
+from linkcpp.cli.plan_notes import next_step
+from linkcpp.cli.plan_report import explanation, report
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import load_config
 from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery, find_nodes
@@ -21,13 +22,16 @@ from linkcpp.cluster.token import load_token
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import parse_bytes
 from linkcpp.engine.check import choose_engine
+from linkcpp.engine.records import Engine
 from linkcpp.model.presets import load_model
+from linkcpp.model.records import ModelInventory
 from linkcpp.planning.assumed import (
     assumed_nodes,
     with_coordinator_memory,
     with_nodes,
 )
-from linkcpp.planning.offers import coordinator_offers
+from linkcpp.planning.offers import coordinator_offers, require_minimum
+from linkcpp.planning.placing import MOST_DEVICES
 from linkcpp.planning.records import CacheType, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
 
@@ -59,8 +63,13 @@ def plan(
         typer.Option(help="What to leave free on every device; default 5 %, at most 512 MiB."),
     ] = None,
     min_nodes: Annotated[
-        int, typer.Option(min=1, max=15, help="Spread over at least so many devices of nodes.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_DEVICES,
+            help="Spread layers over at least so many devices of nodes (mode layers).",
+        ),
+    ] = None,
     replicas: Annotated[
         int, typer.Option(min=1, max=16, help="Holders that each expert should have.")
     ] = 1,
@@ -94,7 +103,7 @@ def plan(
 ) -> None:
     """Decide which machine holds which layers or experts, and predict memory and speed."""
     options = PlanOptions(
-        mode=mode,
+        mode=_mode(mode, min_nodes),
         context_tokens=context,
         parallel=parallel,
         cache_type_k=cache_type_k,
@@ -102,7 +111,7 @@ def plan(
         batch_tokens=batch,
         ubatch_tokens=ubatch,
         reserve_bytes=None if reserve is None else parse_bytes(reserve),
-        minimum_stages=min_nodes,
+        minimum_stages=min_nodes or 1,
         replicas=replicas,
         repack=repack,
     )
@@ -111,23 +120,26 @@ def plan(
         inventory = load_model(model)
         cluster = _read_cluster(nodes) if nodes else _find_cluster(options, node or [], no_mdns)
         cluster = _changed(cluster, options, memory, assume or [])
+        require_minimum(inventory, cluster, options)
         status.update("Planning…")
         try:
             made = make_plan(inventory, cluster, options, counts)
         except InfeasibleError as error:
             if as_json:
                 print_json(error.infeasible)
-            else:
-                status.stop()
-                status_console().print(shortfall_report(error.infeasible))
             raise
     if output is not None:
         save_plan(made, output)
-    _print(made, cluster, output, explain=explain, as_json=as_json)
+    _print(made, cluster, output, explain=inventory if explain else None, as_json=as_json)
 
 
 def _print(
-    made: Plan, cluster: Cluster, output: Path | None, *, explain: bool, as_json: bool
+    made: Plan,
+    cluster: Cluster,
+    output: Path | None,
+    *,
+    explain: ModelInventory | None,
+    as_json: bool,
 ) -> None:
     if as_json:
         print_json(made)
@@ -135,19 +147,31 @@ def _print(
     out = console()
     for part in report(made):
         out.print(part)
-    if explain:
-        for part in explanation(made):
+    if explain is not None:
+        for part in explanation(made, explain):
             out.print(part)
     for node in cluster.nodes:
         if node.status is not NodeStatus.READY:
             out.print(Text(f"not used: {node.name}: {node.reason or node.status}", style="yellow"))
     if output is not None:
-        out.print(Text(f"Written to {output}. Start it: linkcpp launch {output}"), soft_wrap=True)
+        out.print(Text(next_step(made, cluster, output)), soft_wrap=True)
+
+
+def _mode(mode: PlanMode, min_nodes: int | None) -> PlanMode:
+    """Who says over how many nodes wants layers spread, whatever would be faster."""
+    if min_nodes is None:
+        return mode
+    if mode not in (PlanMode.AUTO, PlanMode.LAYERS):
+        raise LinkcppError(
+            f"Mode {mode} does not spread layers over nodes, which --min-nodes asks for.",
+            hint="Leave --min-nodes out, or plan with --mode layers.",
+        )
+    return PlanMode.LAYERS
 
 
 def _find_cluster(options: PlanOptions, urls: list[str], no_mdns: bool) -> Cluster:
     config = load_config()
-    engine = choose_engine(config.engine)
+    engine = _engine(config.engine)
     is_alone = options.mode is PlanMode.SINGLE
     if options.mode is PlanMode.AUTO and not urls:
         # Someone with one machine needs no token to plan for it.
@@ -169,6 +193,15 @@ def _find_cluster(options: PlanOptions, urls: list[str], no_mdns: bool) -> Clust
     for note in found.notes:
         status_console().print(Text(note, style="yellow"))
     return found.cluster
+
+
+def _engine(explicit: Path | None) -> Engine | None:
+    """Choose the engine that is there; a plan can be made without one."""
+    try:
+        return choose_engine(explicit)
+    except LinkcppError as error:
+        status_console().print(Text(f"Planning without an engine: {error}", style="yellow"))
+        return None
 
 
 def _read_cluster(path: Path) -> Cluster:

@@ -4,17 +4,23 @@ from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
+from linkcpp.model.header import MAGIC
 from linkcpp.planning.documents import MOST_PLAN_BYTES, parse_plan, plan_text
 from linkcpp.planning.records import Plan
 from linkcpp.planning.routing_counts import RoutingCounts, parse_counts
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write a plan file.
+    """Write a plan file, into a folder that is there.
 
     Raises:
         LinkcppError: it cannot be written.
     """
+    if not path.parent.is_dir():
+        raise LinkcppError(
+            f"There is no folder {path.parent} to write the plan to.",
+            hint="Make it first, or name another file with --output.",
+        )
     write_atomically(path, plan_text(plan))
 
 
@@ -50,6 +56,11 @@ def read_document(path: Path, kind: str) -> bytes:
             f"Cannot read the {kind} {path}: {error.strerror or error}.",
             hint=f"Name a file that exists and holds a {kind}.",
         ) from error
+    if content.startswith(MAGIC):
+        raise LinkcppError(
+            f"{path} is a model, not a {kind}.",
+            hint=f"Make a plan for it first: linkcpp plan --model {path} -o plan.json",
+        )
     if len(content) > MOST_PLAN_BYTES:
         raise LinkcppError(f"{path} is too large for a {kind}.", hint="Is it another file?")
     return content

@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from linkcpp.cli.inspect import bar
+from linkcpp.cli.plan_notes import parts_text, snapshot_note, weight_note
 from linkcpp.common.units import format_bytes
-from linkcpp.planning.records import DeviceMemory, Infeasible, Plan, Stage
+from linkcpp.model.records import ModelInventory
+from linkcpp.planning.records import DeviceMemory, Plan, Stage
+from linkcpp.planning.sharing import sharing_reasons
 
 BAR_CELLS = 10
 WIDE_BAR_CELLS = 60
-_MORE_THAN_ONE = 2
 # Kinds of memory in the order of the bars, with colours that differ in brightness too.
 _KINDS = (
     ("weights", "cyan"),
@@ -29,18 +31,21 @@ def report(plan: Plan) -> Iterator[RenderableType]:
     model = plan.model
     yield Text.assemble(
         (model.name, "bold"),
-        f"  {format_bytes(model.weight_bytes)}, {model.layer_count} layers, {_options(plan)}",
+        f"  {format_bytes(model.weight_bytes)} of weights, {model.layer_count} layers, "
+        f"{_options(plan)}",
     )
     yield _stage_table(plan)
     expected = plan.expectation
     rate = 1000 / expected.token_ms if expected.token_ms else float("inf")
     yield Text.assemble(
-        "Predicted: ",
+        "Predicted on idle machines: ",
         (f"{expected.token_ms:.1f} ms a token", "bold"),
         f" ({rate:.3g} tokens/s): memory {expected.compute_ms:.1f} ms, "
         f"network {expected.network_ms:.1f} ms",
     )
     yield Text(f"Mode {plan.mode}: {plan.reason}.")
+    if note := snapshot_note(plan):
+        yield Text(f"{note}.")
     for note in expected.assumptions:
         yield Text(f"Assumed: {note}", style="yellow")
 
@@ -62,7 +67,13 @@ def _stage_table(plan: Plan) -> Table:
     table.add_column("", no_wrap=True)
     has_host_stage = any(stage.is_coordinator and stage.is_cpu for stage in plan.stages)
     if not has_host_stage:
-        _add_row(table, f"{plan.coordinator_name} (here)", "CPU", "input", plan.coordinator_memory)
+        _add_row(
+            table,
+            f"{plan.coordinator_name} (here)",
+            "CPU",
+            "input",
+            plan.coordinator_memory,
+        )
     for stage in plan.stages:
         name = f"{stage.node_name} (here)" if stage.is_coordinator else stage.node_name
         is_host = stage.is_coordinator and stage.is_cpu
@@ -71,7 +82,9 @@ def _stage_table(plan: Plan) -> Table:
     return table
 
 
-def _add_row(table: Table, name: str, device: str, layers: str, memory: DeviceMemory) -> None:
+def _add_row(
+    table: Table, name: str, device: str, layers: str, memory: DeviceMemory
+) -> None:
     offered = memory.available_bytes
     table.add_row(
         Text(name),
@@ -81,7 +94,10 @@ def _add_row(table: Table, name: str, device: str, layers: str, memory: DeviceMe
         format_bytes(memory.kv_bytes + memory.recurrent_bytes),
         format_bytes(memory.used_bytes),
         format_bytes(offered),
-        Text(bar(min(1.0, memory.used_bytes / offered) if offered else 1.0, BAR_CELLS), "cyan"),
+        Text(
+            bar(min(1.0, memory.used_bytes / offered) if offered else 1.0, BAR_CELLS),
+            "cyan",
+        ),
     )
 
 
@@ -90,7 +106,9 @@ def layers_text(stage: Stage) -> str:
     parts = []
     if stage.layer_count:
         last = stage.first_layer + stage.layer_count - 1
-        parts.append(f"{stage.first_layer}-{last}" if last > stage.first_layer else str(last))
+        parts.append(
+            f"{stage.first_layer}-{last}" if last > stage.first_layer else str(last)
+        )
     if stage.holds_output:
         parts.append("output")
     text = " + ".join(parts)
@@ -100,7 +118,7 @@ def layers_text(stage: Stage) -> str:
     return text
 
 
-def explanation(plan: Plan) -> Iterator[RenderableType]:
+def explanation(plan: Plan, inventory: ModelInventory) -> Iterator[RenderableType]:
     """Show what fills each device, where a token's time goes, and how good the plan is."""
     yield Text("\nMemory", style="bold")
     yield Text.assemble(*((f"█ {kind}  ", style) for kind, style in _KINDS), "· free")
@@ -110,12 +128,25 @@ def explanation(plan: Plan) -> Iterator[RenderableType]:
             f"{format_bytes(memory.reserve_bytes)} reserved, "
             f"of {format_bytes(memory.available_bytes)}"
         )
+        yield Text(f"  {parts_text(memory)}")
         yield _memory_bar(memory)
-    yield Text("\nTime of one token", style="bold")
+    if note := weight_note(plan):
+        yield Text(note)
+    yield Text("\nTime of one token on idle machines", style="bold")
     yield _time_table(plan)
+    if reasons := sharing_reasons(plan, inventory):
+        yield Text("\nWhy so many layers each", style="bold")
+        yield from (Text(f"{reason}.") for reason in reasons)
+        yield Text(
+            "A token passes one stage after the other: equal shares are not faster.\n"
+        )
     yield Text(f"Objective: {plan.expectation.objective}.")
     gap = plan.expectation.optimality_gap
-    proof = "no placement is faster" if gap < 1e-6 else f"at most {gap:.2%} slower than the best"
+    proof = (
+        "no placement is faster"
+        if gap < 1e-6
+        else f"at most {gap:.2%} slower than the best"
+    )
     yield Text(f"Proved by the solver: {proof}, under these speeds and sizes.")
     yield Text(f"Why: {plan.reason}.")
 
@@ -154,7 +185,9 @@ def _time_table(plan: Plan) -> Table:
         table.add_column(title)
     for title in ("memory", "network", ""):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    longest = max((s.compute_ms + s.network_ms for s in plan.stages), default=0.0) or 1.0
+    longest = (
+        max((s.compute_ms + s.network_ms for s in plan.stages), default=0.0) or 1.0
+    )
     for stage in plan.stages:
         share = (stage.compute_ms + stage.network_ms) / longest
         table.add_row(
@@ -173,26 +206,3 @@ def _time_table(plan: Plan) -> Table:
         f"{expected.token_ms:.2f} ms",
     )
     return table
-
-
-def shortfall_report(infeasible: Infeasible) -> RenderableType:
-    """Show what is short, and changes after which the model fits."""
-    parts: list[RenderableType] = []
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("SHORT", "FOR"):
-        table.add_column(title, overflow="fold")
-    for title in ("NEEDED", "OFFERED", "MISSING"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for shortfall in infeasible.shortfalls:
-        table.add_row(
-            Text(shortfall.where),
-            shortfall.what,
-            format_bytes(shortfall.needed_bytes),
-            format_bytes(shortfall.available_bytes),
-            format_bytes(shortfall.short_bytes),
-        )
-    parts.append(table)
-    if len(infeasible.remedies) >= _MORE_THAN_ONE:
-        parts.append(Text("Each of these would make it fit:"))
-        parts += [Text(f"  - {remedy.text}") for remedy in infeasible.remedies]
-    return Group(*parts)

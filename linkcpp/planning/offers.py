@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from linkcpp.cluster.records import Cluster, DiscoveredNode, Link, NodeDevice, NodeId, NodeStatus
 from linkcpp.common.errors import LinkcppError
+from linkcpp.model.records import ModelInventory
 from linkcpp.planning.records import PlanOptions
 
 # Taken where nothing was measured: below what all but the oldest machines reach, so that a device
@@ -93,6 +94,32 @@ def coordinator_offers(cluster: Cluster, options: PlanOptions) -> tuple[Offer, .
 def remote_offers(cluster: Cluster, options: PlanOptions) -> tuple[Offer, ...]:
     """The devices of all usable nodes."""
     return tuple(_remote(usable_nodes(cluster), options))
+
+
+def require_minimum(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> None:
+    """Refuse to spread layers over more devices of nodes than there are, or than have a part each.
+
+    A plan that is made again after a node was lost takes what there is: it does not ask here.
+
+    Raises:
+        LinkcppError: there are fewer; says which.
+    """
+    wanted = options.minimum_stages
+    parts = len(inventory.layers) + 1
+    if wanted > parts:
+        raise LinkcppError(
+            f"The model has {parts} parts (layers and output), too few for {wanted} devices.",
+            hint=f"Ask for at most --min-nodes {parts}.",
+        )
+    found = [offer for offer in remote_offers(cluster, options) if offer.budget_bytes > 0]
+    if not 0 < len(found) < wanted:
+        return  # that there is none at all is for the planner to say
+    names = ", ".join(f"{offer.node_name} {offer.device}" for offer in found)
+    raise LinkcppError(
+        f"Layers shall go to at least {wanted} devices of nodes, and there "
+        f"{'is' if len(found) == 1 else 'are'} {len(found)} that can take any: {names}.",
+        hint=f"Start more nodes, or ask for --min-nodes {len(found)}.",
+    )
 
 
 def _remote(nodes: Iterable[DiscoveredNode], options: PlanOptions) -> Iterator[Offer]:

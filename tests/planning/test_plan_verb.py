@@ -48,6 +48,65 @@ def test_it_explains_memory_and_time(saved_nodes: Path) -> None:
         assert told in result.stdout
 
 
+def test_it_explains_sizes_that_columns_do_not_show(saved_nodes: Path) -> None:
+    text = run("--model", "122B", "--nodes", str(saved_nodes), "--explain").stdout
+    assert "on idle machines" in text
+    assert "625 MB of snapshots, which CACHE has not: 4 a sequence" in text
+    assert "77.6 GB of weights" in text
+    assert "snapshots 625 MB, buffers" in text
+    assert "a layer takes" in text
+    tied = run("--model", "smollm2", "--nodes", str(saved_nodes), "--mode", "layers", "--explain")
+    assert "snapshots, which" not in tied.stdout
+    assert "more weights than the model has" in tied.stdout
+
+
+def test_a_plan_of_a_preset_is_not_started_without_a_file(
+    saved_nodes: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "p.json"
+    text = run("--model", "122B", "--nodes", str(saved_nodes), "-o", str(output)).stdout
+    assert text.endswith(f"with the model's file: linkcpp launch {output} --model FILE.gguf\n")
+
+
+def test_more_nodes_than_there_are_cannot_be_asked_for(saved_nodes: Path) -> None:
+    arguments = ("--model", "smollm2", "--nodes", str(saved_nodes), "--min-nodes")
+    refused = run(*arguments, "4")
+    assert isinstance(refused.exception, LinkcppError)
+    assert "at least 4 devices of nodes, and there is 1" in refused.exception.message
+    assert "ash CPU" in refused.exception.message
+    alone = run(*arguments, "1", "--mode", "single")
+    assert isinstance(alone.exception, LinkcppError)
+    # Asked for nodes, a plan uses them, though the coordinator alone would be faster.
+    plan = Plan.model_validate(json.loads(run(*arguments, "1", "--json").stdout))
+    assert [stage.node_name for stage in plan.stages if not stage.is_coordinator] == ["ash"]
+
+
+def test_it_writes_only_into_folders_that_are_there(saved_nodes: Path, tmp_path: Path) -> None:
+    output = tmp_path / "none" / "p.json"
+    result = run("--model", "smollm2", "--nodes", str(saved_nodes), "-o", str(output))
+    assert isinstance(result.exception, LinkcppError)
+    assert "no folder" in result.exception.message
+    assert not output.parent.exists()
+
+
+def test_a_model_in_place_of_a_plan_is_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(LinkcppError, match="is a model, not a plan") as raised:
+        load_plan(path)
+    assert f"linkcpp plan --model {path}" in (raised.value.hint or "")
+
+
+def test_it_plans_without_any_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LINKCPP_ENGINE", str(tmp_path))
+    output = tmp_path / "p.json"
+    result = run("--model", "smollm2", "--memory", "2GB", "-o", str(output))
+    assert result.exit_code == 0, result.output
+    assert "Planning without an engine" in result.stderr
+    assert "Assumed:" in result.stdout
+    assert any("no working llama.cpp" in note for note in load_plan(output).expectation.assumptions)
+
+
 def test_json_is_the_plan_and_nothing_else(saved_nodes: Path) -> None:
     result = run("--model", "122B", "--nodes", str(saved_nodes), "--json", "--mode", "layers")
     plan = Plan.model_validate(json.loads(result.stdout))
@@ -59,6 +118,7 @@ def test_what_does_not_fit_is_told_with_ways_out(saved_nodes: Path) -> None:
     assert isinstance(result.exception, LinkcppError)
     assert "short" in result.exception.message
     assert "Add one node" in (result.exception.hint or "")
+    assert "short" not in result.output  # said once, by whoever prints the error
     data = json.loads(run("--model", "deepseek-v3", "--nodes", str(saved_nodes), "--json").stdout)
     assert data["shortfalls"][0]["needed_bytes"] > data["shortfalls"][0]["available_bytes"]
 
@@ -68,6 +128,9 @@ def test_machines_that_are_not_there_can_be_assumed(saved_nodes: Path) -> None:
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     assert "assumed 48GB gpu" in result.stdout
+    written = run(*arguments, "-o", str(saved_nodes.with_name("p.json")))
+    assert "linkcpp launch" not in written.stdout
+    assert "plan again when they are there" in written.stdout
     wrong = run("--model", "122B", "--nodes", str(saved_nodes), "--assume", "many")
     assert isinstance(wrong.exception, LinkcppError)
 
