@@ -22,7 +22,6 @@ NOBODY = -1
 HOTNESS = (1.5, 3.0, 6.0, float("inf"))
 # What a node takes in one slice; as linkcpp.node.records.MOST_SEGMENTS.
 MOST_SEGMENTS = 512
-_WAVES = 4
 _MIRRORED = 1.25
 
 
@@ -205,9 +204,9 @@ def _waves(placed: Sequence[Copies], weights: Sequence[Floats] | None) -> list[l
     """Which experts get their replicas first: masks by layer."""
     if weights is None:
         return [[np.ones(len(entry.first), dtype=bool) for entry in placed]]
-    bars = np.quantile(np.concatenate(list(weights)), np.linspace(1, 0, _WAVES + 1)[1:-1])
-    ranks = [np.sum(mine[:, None] < bars[None, :], axis=1) for mine in weights]
-    return [[rank == wave for rank in ranks] for wave in range(_WAVES)]
+    bars = np.array(sorted(HOTNESS[:-1], reverse=True))
+    ranks = [np.sum(mine[:, None] * len(mine) <= bars[None, :], axis=1) for mine in weights]
+    return [[rank == wave for rank in ranks] for wave in range(len(bars) + 1)]
 
 
 def _add_copy(
