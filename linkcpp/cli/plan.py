@@ -31,8 +31,7 @@ from linkcpp.planning.assumed import (
     with_nodes,
 )
 from linkcpp.planning.offers import coordinator_offers, require_minimum
-from linkcpp.planning.placing import MOST_DEVICES
-from linkcpp.planning.records import CacheType, Plan, PlanMode, PlanOptions
+from linkcpp.planning.records import MOST_DEVICES, CacheType, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
 
 app = verb()

@@ -9,6 +9,7 @@ from linkcpp.cluster.records import DiscoveredNode, NodeStatus
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.records import SCHEMA_VERSION, ExpertShare, Plan, Stage
+from linkcpp.planning.sizes import missized
 from linkcpp.planning.soundness import unsound
 
 # A plan over a thousand nodes takes some hundred kilobytes.
@@ -54,13 +55,21 @@ def parse_plan(text: bytes | str, *, source: str) -> Plan:
 
 
 def check_plan_model(plan: Plan, inventory: ModelInventory) -> None:
-    """Refuse a plan that was made for another model.
+    """Refuse a plan that was made for another model, or has not the sizes of this one's layers.
 
     A plan that was made from a preset has no digest: then the model must have its shape.
 
     Raises:
-        LinkcppError: the model is another one.
+        LinkcppError: the model is another one, or a size is wrong.
     """
+    _check_identity(plan, inventory)
+    if problem := missized(plan, inventory):
+        raise LinkcppError(
+            f"The plan contradicts the model {inventory.name}: {problem}.", hint=_MAKE_AGAIN
+        )
+
+
+def _check_identity(plan: Plan, inventory: ModelInventory) -> None:
     planned = plan.model
     if planned.digest is not None:
         if inventory.digest is not None and inventory.digest != planned.digest:

@@ -15,10 +15,8 @@ import numpy.typing as npt
 from linkcpp.planning.costs import Costs, Windows
 from linkcpp.planning.offers import Offer
 from linkcpp.planning.problem import Floats, Group, Integers, Problem
+from linkcpp.planning.records import MOST_DEVICES
 from linkcpp.planning.solver import solve
-
-# llama-server refuses `-ts` with 16 entries, and its scheduler has 16 backends, the CPU among them.
-MOST_DEVICES = 15
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from linkcpp.planning.costs import Costs, loads_next_token_blocks, pipelines_rem
 from linkcpp.planning.engines import planned_engine
 from linkcpp.planning.expert_planner import can_plan_experts, plan_experts
 from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers, usable_nodes
-from linkcpp.planning.placing import MOST_DEVICES, Held, Placement, place
+from linkcpp.planning.placing import Held, Placement, place
 from linkcpp.planning.records import (
+    MOST_DEVICES,
     DeviceMemory,
     Expectation,
     ModelReference,

@@ -10,6 +10,8 @@ from linkcpp.engine.records import EngineFingerprint
 from linkcpp.model.slices.segments import Segment
 
 SCHEMA_VERSION = 1
+# llama-server refuses `-ts` with 16 entries, and its scheduler has 16 backends, the CPU among them.
+MOST_DEVICES = 15
 
 
 class PlanMode(StrEnum):

@@ -11,9 +11,10 @@ from linkcpp.planning.assumed import assumed_node, with_coordinator_memory, with
 from linkcpp.planning.costs import Costs, loads_next_token_blocks, pipelines_remote_devices
 from linkcpp.planning.expert_shortfall import expert_shortfalls
 from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers
-from linkcpp.planning.placing import MOST_DEVICES, place
+from linkcpp.planning.placing import place
 from linkcpp.planning.planner import can_plan, find_plan
 from linkcpp.planning.records import (
+    MOST_DEVICES,
     CacheType,
     Infeasible,
     Plan,

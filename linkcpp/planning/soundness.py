@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator
 
-from linkcpp.planning.records import DeviceMemory, ExpertShare, Plan, PlanMode, Stage
+from linkcpp.planning.records import (
+    MOST_DEVICES,
+    DeviceMemory,
+    ExpertShare,
+    Plan,
+    PlanMode,
+    Stage,
+)
 
 
 def unsound(plan: Plan) -> str | None:
@@ -43,6 +50,9 @@ def _of_windows(stages: tuple[Stage, ...], layer_count: int) -> Iterator[str]:
 
 
 def _of_devices(plan: Plan) -> Iterator[str]:
+    devices = [stage for stage in plan.stages if not (stage.is_coordinator and stage.is_cpu)]
+    if len(devices) > MOST_DEVICES:
+        yield f"it uses {len(devices)} devices, and llama.cpp takes at most {MOST_DEVICES}"
     seen = set()
     for index, stage in enumerate(plan.stages):
         if (stage.node_id, stage.device) in seen:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from linkcpp.cli.plan_files import load_plan, save_plan
 from linkcpp.cluster.discovery import Discovery
-from linkcpp.cluster.records import NodeStatus
+from linkcpp.cluster.records import Cluster, NodeStatus
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.resources import resource_folder
 from linkcpp.model.presets import load_model
@@ -22,7 +22,7 @@ from linkcpp.planning.documents import (
 )
 from linkcpp.planning.records import SCHEMA_VERSION, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import make_plan
-from tests.planning.clusters import GIGABYTE, cluster, device, node
+from tests.planning.clusters import GIGABYTE, cluster, device, machine, node
 
 SMALL = load_model("smollm2")
 ASH = node("ash", device("CPU", 8 * GIGABYTE, 10e9))
@@ -77,6 +77,39 @@ def test_a_plan_for_another_model_is_refused_by_name() -> None:
     check_plan_model(planned, same)
     with pytest.raises(LinkcppError, match="Another"):
         check_plan_model(planned, other)
+
+
+def test_a_plan_whose_sizes_are_not_those_of_its_layers_is_refused_by_name() -> None:
+    moved = parse_plan(
+        _edited({"layer_count": 29}, {"first_layer": 29, "layer_count": 1}), source="p.json"
+    )
+    with pytest.raises(LinkcppError, match="here CPU would hold"):
+        check_plan_model(moved, SMALL)
+    there = PLAN.stages[1]
+    less = there.memory.model_copy(update={"weight_bytes": there.memory.weight_bytes - 1})
+    lying = PLAN.stages[0], there.model_copy(update={"memory": less})
+    with pytest.raises(LinkcppError, match="ash CPU would hold"):
+        check_plan_model(PLAN.model_copy(update={"stages": lying}), SMALL)
+
+
+def test_a_plan_with_more_devices_than_llama_cpp_takes_is_refused() -> None:
+    one = {"layer_count": 1, "holds_output": False}
+    rest = [one | {"first_layer": 13 + n, "device": f"GPU{n}"} for n in range(16)]
+    rest.append({"first_layer": 29, "layer_count": 1})
+    with pytest.raises(LinkcppError, match="at most 15"):
+        parse_plan(_edited({"layer_count": 13}, *rest), source="p.json")
+
+
+@pytest.mark.parametrize("name", ["122B", "30B-A3B", "gpt-oss-120b"])
+@pytest.mark.parametrize("major", [4, 7])
+def test_every_plan_has_the_sizes_of_its_layers(name: str, major: int) -> None:
+    model = load_model(name)
+    card = device("CUDA0", 12 * GIGABYTE, 400e9)
+    here = machine("here", device("CPU", 90 * GIGABYTE, 40e9), card, major=major)
+    nodes = tuple(node(n, device("CPU", 30 * GIGABYTE, 20e9), major=major) for n in ("a", "b"))
+    for mode in (PlanMode.SINGLE, PlanMode.LAYERS):
+        where = Cluster(coordinator=here, nodes=nodes)
+        check_plan_model(make_plan(model, where, PlanOptions(mode=mode, parallel=2)), model)
 
 
 def test_a_plan_from_a_preset_wants_a_file_of_its_shape() -> None:

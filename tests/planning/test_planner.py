@@ -9,9 +9,8 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.model.presets import load_model
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.assumed import assumed_nodes, with_nodes
-from linkcpp.planning.placing import MOST_DEVICES
 from linkcpp.planning.planner import can_plan, find_plan
-from linkcpp.planning.records import CacheType, Plan, PlanMode, PlanOptions
+from linkcpp.planning.records import MOST_DEVICES, CacheType, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
 from tests.planning.clusters import (
     GIGABYTE,
