@@ -37,10 +37,11 @@ def list_engines(as_json: _Json = False) -> None:
         print_json({"engines": engines})
         return
     if not engines:
-        raise LinkcppError(
-            "There are no llama.cpp programs on this machine.",
-            hint="Run `linkcpp engine install`, or set LINKCPP_ENGINE to their folder.",
+        console().print(
+            "There are no llama.cpp programs on this machine. `linkcpp engine install` brings "
+            "them; or set LINKCPP_ENGINE to their folder."
         )
+        return
     _print_table(engines)
 
 

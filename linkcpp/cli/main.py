@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a defect of linkcpp, 2 something that the user can mend, 1
 """
 
 import contextlib
+import difflib
 import importlib
 import io
 import os
@@ -23,6 +24,8 @@ from linkcpp.common.paths import state_folder
 from linkcpp.common.text import printable
 
 _LONGEST_LINE = 4096
+# The class of wrong words on a command line, which Typer has under its own or under Click's name.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 # A verb's module is imported only when it is used: `linkcpp status` need not load the solver.
 VERBS = (
@@ -57,6 +60,17 @@ class _Verbs(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit from None
         return result
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        word = args[0]
+        if word in VERBS or word.startswith("-") or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        near = difflib.get_close_matches(word, VERBS, n=1)
+        raise LinkcppError(
+            f"There is no verb {word!r}.",
+            hint=(f"Did you mean `linkcpp {near[0]}`? " if near else "")
+            + "`linkcpp --help` lists the verbs.",
+        )
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
@@ -104,7 +118,15 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        app()
+        # An exit code where a verb ended by one, else nothing.
+        code = app(prog_name="linkcpp", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except _UsageError as error:
+        _tell_about_usage(errors, error)
+        sys.exit(2)
+    except typer.Abort:
+        errors.print("interrupted")
+        sys.exit(130)
     except LinkcppError as error:
         _tell(errors, "error", error.message)
         if error.hint:
@@ -124,6 +146,16 @@ def main() -> None:
         _tell(errors, "defect in linkcpp", repr(error))
         _tell(errors, "way out", f"LINKCPP_DEBUG=1 prints the details.{_report_defect()}")
         sys.exit(1)
+
+
+def _tell_about_usage(errors: Console, error: Any) -> None:
+    """Say what is wrong with the words of a command line, as every other error is told."""
+    command = error.ctx.command_path if error.ctx else "linkcpp"
+    if type(error).__name__ == "NoArgsIsHelpError":  # a group alone: it has shown its verbs
+        return
+    message = error.format_message().rstrip(".")
+    _tell(errors, "error", message if message.endswith("?") else f"{message}.")
+    _tell(errors, "way out", f"`{command} --help` lists what it takes.")
 
 
 def _tell(errors: Console, what: str, text: str) -> None:

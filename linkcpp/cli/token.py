@@ -44,7 +44,11 @@ def create(
 
 
 @app.command(name="set")
-def take_over() -> None:
+def take_over(
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Put it in the place of another token.")
+    ] = False,
+) -> None:
     """Take over another machine's token, read from standard input."""
     # Not an argument: those are in the process list and in the shell's history.
     if sys.stdin is None:
@@ -53,8 +57,9 @@ def take_over() -> None:
         text = typer.prompt("Token", hide_input=True)
     else:
         text = sys.stdin.read(_LONGEST_INPUT)
-    store_token(text)
-    typer.echo(f"Stored the cluster token in {token_path()}.")
+    took_the_place = store_token(text, replace=replace)
+    instead = ", in place of another one" if took_the_place else ""
+    typer.echo(f"Stored the cluster token in {token_path()}{instead}.")
 
 
 def _how_to_share() -> str:

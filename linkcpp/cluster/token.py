@@ -103,11 +103,28 @@ def create_token(*, replace: bool = False) -> str:
     return token
 
 
-def store_token(text: str) -> str:
-    """Store a token that another machine made, in place of any earlier one, and return it."""
+def store_token(text: str, *, replace: bool = False) -> bool:
+    """Store a token that another machine made; tell whether it is in place of another one.
+
+    Raises:
+        LinkcppError: it is no token, or this machine has another one and ``replace`` is false.
+    """
     token = parse_token(text)
-    write_atomically(token_path(), token + "\n", mode=_MODE)
-    return token
+    path = token_path()
+    if write_once(path, token + "\n", mode=_MODE):
+        return False
+    try:
+        is_other = not tokens_equal(load_token(), token)
+    except LinkcppError:
+        is_other = True
+    if is_other and not replace:
+        raise LinkcppError(
+            f"This machine has another cluster token already, in {path}.",
+            hint="`linkcpp token set --replace` puts the new one in its place; a node that runs "
+            "here must then be started again.",
+        )
+    write_atomically(path, token + "\n", mode=_MODE)
+    return is_other
 
 
 def ensure_token() -> tuple[str, bool]:

@@ -29,6 +29,9 @@ from linkcpp.model.parts import is_url
 from linkcpp.model.records import ModelInventory
 
 EVERY_LAYER = "*"
+_MOST_OFFERED = 3
+# By this measure 122B is like 12B, and 235B is not.
+_LIKENESS = 0.6
 _LAYER_RANGE = re.compile(r"(\d+)(?:-(\d+))?(?:/(\d+))?")
 
 
@@ -207,8 +210,11 @@ def _looks_like_path(text: str) -> bool:
 
 def _unknown(text: str) -> LinkcppError:
     known = {_normal(name): name for preset in presets() for name in preset.aliases}
-    nearest = difflib.get_close_matches(_normal(text), known, n=3, cutoff=0.4)
-    offered = ", ".join(known[name] for name in nearest)
+    wanted = _normal(text)
+    starting = [name for name in known if wanted and name.startswith(wanted)]
+    nearest = difflib.get_close_matches(wanted, known, n=_MOST_OFFERED, cutoff=_LIKENESS)
+    names = list(dict.fromkeys([*starting, *nearest]))[:_MOST_OFFERED]
+    offered = ", ".join(known[name] for name in names)
     return LinkcppError(
         f"{text!r} is neither a file nor a known preset.",
         hint=(f"Did you mean {offered}? " if offered else "")

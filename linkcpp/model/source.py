@@ -4,7 +4,9 @@ A source serves ranges and counts what it served, so a header costs only the hea
 an expert costs only that expert, whether the file lies on this disk or behind HTTP.
 """
 
+import difflib
 import errno
+import itertools
 import os
 import stat
 import threading
@@ -17,6 +19,8 @@ from linkcpp.common.errors import LinkcppError
 
 # Small enough to stay in a core's cache between reading, hashing and writing.
 PIECE_BYTES = 256 * 2**10
+# Of a folder without end only so many entries are held against a name that is not there.
+_MOST_LOOKED_AT = 10_000
 
 
 class ByteSource(Protocol):
@@ -159,10 +163,7 @@ def _open_regular_file(path: Path) -> int:
 
 def _open_error(path: Path, error: OSError) -> LinkcppError:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return LinkcppError(
-            f"There is no file {path}.",
-            hint="Check the path; `ls` its folder to see what is there.",
-        )
+        return LinkcppError(f"There is no file {path}.", hint=_missing_hint(path))
     if isinstance(error, PermissionError):
         return LinkcppError(
             f"{path} may not be read by this user.",
@@ -173,11 +174,27 @@ def _open_error(path: Path, error: OSError) -> LinkcppError:
     return LinkcppError(f"Cannot open {path}: {error.strerror}.")
 
 
-def _folder_hint(folder: Path) -> str:
-    try:
-        models = sorted(entry.name for entry in folder.glob("*.gguf"))[:3]
-    except OSError:
-        models = []
+def _missing_hint(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"There is no folder {path.parent} either; check the path."
+    models = _models_in(path.parent)
+    near = difflib.get_close_matches(path.name, models, n=1)
+    if near:
+        return f"Did you mean {path.parent / near[0]}?"
     if models:
+        return f"That folder has {', '.join(models[:3])}."
+    return "Check the path; there is no GGUF file in that folder."
+
+
+def _models_in(folder: Path) -> list[str]:
+    try:
+        found = itertools.islice(folder.glob("*.gguf"), _MOST_LOOKED_AT)
+        return sorted(entry.name for entry in found)
+    except OSError:
+        return []
+
+
+def _folder_hint(folder: Path) -> str:
+    if models := _models_in(folder):
         return f"Name the file in it, for instance {folder / models[0]}"
     return "Give the path of a GGUF file; there is none directly in this folder."

@@ -59,10 +59,17 @@ def test_a_broken_engine_is_shown_with_its_way_out(tmp_path: Path) -> None:
     assert json.loads(as_json.stdout)["engines"][0]["problem"]["code"] == "illegal_instruction"
 
 
+def test_a_machine_without_engines_has_an_empty_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linkcpp.cli.engine.find_engines", list)
+    told = CliRunner().invoke(app, ["list"])
+    assert told.exit_code == 0
+    assert "no llama.cpp programs" in told.stdout
+    assert json.loads(CliRunner().invoke(app, ["list", "--json"]).stdout) == {"engines": []}
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["list"], "no llama.cpp programs"),
         (["check", "/nowhere"], "no llama.cpp program at /nowhere"),
         (["install", "nonsense"], "'nonsense' cannot be installed"),
         (["install", "archive", "https://h/a.zip"], "needs its URL and its SHA-256"),

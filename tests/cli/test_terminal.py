@@ -222,3 +222,40 @@ def test_a_narrow_terminal_gets_every_column_of_the_nodes() -> None:
 
 def test_a_terminal_that_tells_no_width_gets_an_answer_too() -> None:
     assert "hidden" in run("inspect", "70B", environment={"COLUMNS": "0"}).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "way_out"),
+    [
+        (("statsu",), "There is no verb 'statsu'", "Did you mean `linkcpp status`?"),
+        (("frobnicate",), "There is no verb 'frobnicate'", "`linkcpp --help`"),
+        (("status", "--jsn"), "No such option: --jsn", "`linkcpp status --help`"),
+        (("engine", "lst"), "No such command 'lst'", "`linkcpp engine --help`"),
+        (("inspect", "-c", "x", "122B"), "Invalid value for '-c'", "`linkcpp inspect --help`"),
+        (("inspect", "12B"), "'12B' is neither a file nor a known preset", "Did you mean 122B? "),
+    ],
+)
+def test_wrong_words_are_told_like_every_other_error(
+    words: tuple[str, ...], error: str, way_out: str
+) -> None:
+    ended = run(*words)
+    assert ended.returncode == 2
+    lines = ended.stderr.splitlines()
+    assert lines[0].startswith(f"error: {error}")
+    assert lines[1].startswith("way out: ")
+    assert way_out in lines[1]
+    assert ended.stdout == ""
+
+
+def test_a_verb_that_needs_another_word_shows_them_once() -> None:
+    ended = run("engine")
+    assert ended.returncode == 2
+    assert (ended.stdout + ended.stderr).count("Usage: linkcpp engine") == 1
+
+
+def test_a_file_name_with_a_slip_is_offered_the_right_one(tmp_path: Path) -> None:
+    (tmp_path / "smollm2-q4.gguf").write_bytes(b"")
+    ended = run("inspect", str(tmp_path / "smolm2-q4.gguf"))
+    assert f"Did you mean {tmp_path / 'smollm2-q4.gguf'}?" in ended.stderr
+    elsewhere = run("inspect", str(tmp_path / "none" / "x.gguf"))
+    assert f"There is no folder {tmp_path / 'none'}" in elsewhere.stderr

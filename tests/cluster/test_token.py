@@ -58,6 +58,17 @@ def test_the_variable_names_another_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert token.load_token() == GOOD
 
 
+def test_another_token_is_replaced_only_when_that_was_asked_for() -> None:
+    assert token.store_token(GOOD) is False
+    assert token.store_token(GOOD) is False
+    other = "b" + GOOD[1:]
+    with pytest.raises(LinkcppError, match="another cluster token"):
+        token.store_token(other)
+    assert token.load_token() == GOOD
+    assert token.store_token(other, replace=True) is True
+    assert token.load_token() == other
+
+
 def test_of_many_that_start_at_once_one_makes_the_token_and_all_have_it() -> None:
     results: list[tuple[str, bool]] = []
     barrier = threading.Barrier(8)
