@@ -24,15 +24,13 @@ from linkcpp.dispatch.program import (
     expert_owner,
     read_inputs,
 )
+from linkcpp.dispatch.reading import RequestReader
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.rpc_socket import limit_sending, send_all
 from linkcpp.engine.wire import (
     Buffer,
     Command,
-    Event,
     Limits,
-    Message,
-    RequestParser,
     WireError,
     answer_header,
     encode_answer,
@@ -43,12 +41,12 @@ from linkcpp.engine.wire import (
 if TYPE_CHECKING:
     from linkcpp.dispatch.device import VirtualDevice
 
-_READ_BYTES = 1 << 18
 _MOST_PROGRAMS = 4096
 _MOST_RECORDS = 8192
 _MOST_KNOWN = 64
 _STALL_SECONDS = 60.0
 _REPLY_BYTES = 1 << 22
+_QUEUE_BYTES = 1 << 20
 _LIMITS = Limits(set_tensor_bytes=1 << 30, graph_bytes=1 << 26)
 
 
@@ -66,13 +64,16 @@ class Session:
     def __init__(self, device: "VirtualDevice", client: socket.socket) -> None:
         self._device = device
         self._socket = client
-        self._parser = RequestParser(None, _LIMITS)
+        self._requests = RequestReader(client, _LIMITS)
         self._memory = VirtualMemory(device.backing)
         self._programs: OrderedDict[bytes, Program] = OrderedDict()
         self._records: dict[bytes, _Placed | None] = {}
+        # What stands before the data of a SET for the backing server, and the client's address.
+        self._set_heads: dict[tuple[bytes, int], tuple[bytes, int]] = {}
         self._replies: list[Buffer] = []
         self._reply_bytes = 0
         self._program: Program | None = None
+        self._has_run = False
         # What this client put where since the last command that is no SET.
         self._known: dict[int, bytes] = {}
         self._handlers: dict[Command, Callable[[memoryview], None]] = {
@@ -104,25 +105,30 @@ class Session:
             LinkcppError: it asked for what cannot be.
         """
         limit_sending(self._socket, _STALL_SECONDS)
-        while data := self._socket.recv(_READ_BYTES):
-            events: list[Event] = list(self._events(data))
+        backing = self._device.backing
+        while (requests := self._requests.read(self._expected_bytes())) is not None:
             with self._device.lock:
                 if self._device.failure is not None:
                     return
                 try:
-                    for event in events:
-                        self._handle(event)
-                    self._device.backing.flush()
+                    for command, payload in requests:
+                        self._handlers[command](payload)
+                        if self._reply_bytes > _REPLY_BYTES:
+                            self._send_replies()
+                    # SETs alone can wait: a write of their own would wake the server for nothing.
+                    if self._has_run or backing.queued_bytes > _QUEUE_BYTES:
+                        self._has_run = False
+                        backing.flush()
                 except WireError as error:
                     self._device.fail(error)
                     return
             self._send_replies()
 
-    def _events(self, data: bytes) -> "list[Event]":
-        try:
-            return list(self._parser.feed(data))
-        except WireError as error:
-            raise RequestError(error.message) from error
+    def _expected_bytes(self) -> int:
+        """How much llama-server sent the last time before the graph that is likely to be next."""
+        if self._program is None or self._program.follower is None:
+            return 0
+        return self._program.follower.burst_bytes
 
     def close(self) -> None:
         """Free what the client allocated."""
@@ -136,12 +142,6 @@ class Session:
             except WireError as error:
                 device.fail(error)
 
-    def _handle(self, event: Event) -> None:
-        assert isinstance(event, Message)  # noqa: S101 - nothing is streamed
-        self._handlers[event.command](event.payload)
-        if self._reply_bytes > _REPLY_BYTES:
-            self._send_replies()
-
     def _reply(self, payload: Buffer) -> None:
         self._replies += (answer_header(len(payload)), payload)
         self._reply_bytes += len(payload) + 8
@@ -150,13 +150,16 @@ class Session:
         if not self._replies:
             return
         replies, self._replies, self._reply_bytes = self._replies, [], 0
+        burst_bytes = self._requests.end_burst()
+        if self._program is not None:
+            self._program.burst_bytes = burst_bytes
         send_all(self._socket, replies)
 
     def _fixed(self, command: Command) -> bytes:
         return self._device.fixed_answers[command]
 
     def _hello(self, _: memoryview) -> None:
-        self._parser.dialect = self._device.backing.dialect
+        self._requests.speak(self._device.backing.dialect)
         self._reply(self._fixed(Command.HELLO))
 
     def _query(self, command: Command, payload: memoryview) -> None:
@@ -192,6 +195,7 @@ class Session:
         self._programs.clear()
         self._program = None
         self._records.clear()
+        self._set_heads.clear()
         self._memory.free(handle)
         self._acknowledge(Command.FREE_BUFFER)
 
@@ -258,21 +262,35 @@ class Session:
         self._acknowledge(Command.INIT_TENSOR)
 
     def _set_tensor(self, payload: memoryview) -> None:
+        head_bytes = self._device.backing.dialect.set_tensor_head_bytes
+        size_bytes = len(payload) - head_bytes
+        key = bytes(payload[:head_bytes]), size_bytes
+        known = self._set_heads.get(key)
+        if known is None:
+            known = self._bind_set(payload, size_bytes)
+            if known is None:
+                self._device.counters.dropped_bytes += size_bytes
+                return
+            if len(self._set_heads) >= _MOST_RECORDS:
+                self._set_heads.clear()
+            self._set_heads[key] = known
+        head, address = known
+        data = bytes(payload[head_bytes:])
+        self._device.backing.queue(head, data)
+        self._remember(address, data)
+
+    def _bind_set(self, payload: memoryview, size_bytes: int) -> tuple[bytes, int] | None:
+        """Return the backing server's request before the data, and the client's address."""
         dialect = self._device.backing.dialect
         head = messages.parse_set_tensor_head(dialect, payload)
-        size_bytes = len(payload) - dialect.set_tensor_head_bytes
         placed = self._place_part(head.tensor, head.offset, size_bytes)
         if placed is None:
-            self._device.counters.dropped_bytes += size_bytes
-            return
-        data = bytes(payload[dialect.set_tensor_head_bytes :])
+            return None
         real = messages.build_set_tensor_head(
             dialect, messages.SetTensor(placed.record, head.offset, False)
         )
-        self._device.backing.queue(
-            request_header(Command.SET_TENSOR, len(real) + size_bytes), real, data
-        )
-        self._remember(placed.data + head.offset, data)
+        request = request_header(Command.SET_TENSOR, len(real) + size_bytes) + real
+        return request, placed.data + head.offset
 
     def _remember(self, address: int, data: bytes) -> None:
         """Keep what is at an address; anything that it overlaps is no longer known."""
@@ -345,6 +363,7 @@ class Session:
 
     def _run_program(self, program: Program) -> None:
         known, self._known = self._known, {}
+        self._has_run = True
         self._device.counters.graph_count += 1
         for step in program.steps:
             if isinstance(step, BoundCall):

@@ -41,6 +41,7 @@ class RpcSocket:
     def __init__(self, host: str, port: int, *, timeout_seconds: float = 60.0) -> None:
         self._address = f"{host}:{port}"
         self._queue: list[Buffer] = []
+        self.queued_bytes = 0
         try:
             self._socket = socket.create_connection((host, port), timeout_seconds)
         except OSError as error:
@@ -63,12 +64,13 @@ class RpcSocket:
     def queue(self, *parts: Buffer) -> None:
         """Add bytes of requests to what leaves next."""
         self._queue.extend(parts)
+        self.queued_bytes += sum(map(len, parts))
 
     def flush(self) -> None:
         """Send what was queued."""
         if not self._queue:
             return
-        parts, self._queue = self._queue, []
+        parts, self._queue, self.queued_bytes = self._queue, [], 0
         try:
             send_all(self._socket, parts)
         except OSError as error:
