@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from linkcpp.cli.inspect import bar
+from linkcpp.cli.plan_experts_report import expert_explanation, expert_report, share_name
 from linkcpp.cli.plan_notes import parts_text, snapshot_note, weight_note
 from linkcpp.common.units import format_bytes
 from linkcpp.model.records import ModelInventory
@@ -35,6 +36,8 @@ def report(plan: Plan) -> Iterator[RenderableType]:
         f"{_options(plan)}",
     )
     yield _stage_table(plan)
+    if plan.expert_shares:
+        yield from expert_report(plan)
     expected = plan.expectation
     rate = 1000 / expected.token_ms if expected.token_ms else float("inf")
     yield Text.assemble(
@@ -82,9 +85,7 @@ def _stage_table(plan: Plan) -> Table:
     return table
 
 
-def _add_row(
-    table: Table, name: str, device: str, layers: str, memory: DeviceMemory
-) -> None:
+def _add_row(table: Table, name: str, device: str, layers: str, memory: DeviceMemory) -> None:
     offered = memory.available_bytes
     table.add_row(
         Text(name),
@@ -106,9 +107,7 @@ def layers_text(stage: Stage) -> str:
     parts = []
     if stage.layer_count:
         last = stage.first_layer + stage.layer_count - 1
-        parts.append(
-            f"{stage.first_layer}-{last}" if last > stage.first_layer else str(last)
-        )
+        parts.append(f"{stage.first_layer}-{last}" if last > stage.first_layer else str(last))
     if stage.holds_output:
         parts.append("output")
     text = " + ".join(parts)
@@ -134,19 +133,15 @@ def explanation(plan: Plan, inventory: ModelInventory) -> Iterator[RenderableTyp
         yield Text(note)
     yield Text("\nTime of one token on idle machines", style="bold")
     yield _time_table(plan)
+    if plan.expert_shares:
+        yield from expert_explanation(plan)
     if reasons := sharing_reasons(plan, inventory):
         yield Text("\nWhy so many layers each", style="bold")
         yield from (Text(f"{reason}.") for reason in reasons)
-        yield Text(
-            "A token passes one stage after the other: equal shares are not faster.\n"
-        )
+        yield Text("A token passes one stage after the other: equal shares are not faster.\n")
     yield Text(f"Objective: {plan.expectation.objective}.")
     gap = plan.expectation.optimality_gap
-    proof = (
-        "no placement is faster"
-        if gap < 1e-6
-        else f"at most {gap:.2%} slower than the best"
-    )
+    proof = "no placement is faster" if gap < 1e-6 else f"at most {gap:.2%} slower than the best"
     yield Text(f"Proved by the solver: {proof}, under these speeds and sizes.")
     yield Text(f"Why: {plan.reason}.")
 
@@ -156,6 +151,9 @@ def _devices(plan: Plan) -> Iterator[tuple[str, DeviceMemory]]:
     for stage in plan.stages:
         if not (stage.is_coordinator and stage.is_cpu):
             yield f"{stage.node_name} {stage.device}", stage.memory
+    for share in plan.expert_shares:
+        if not (share.is_coordinator and share.device == "CPU"):
+            yield f"{share_name(share)} {share.device}", share.memory
 
 
 def _memory_bar(memory: DeviceMemory) -> Text:
@@ -185,9 +183,7 @@ def _time_table(plan: Plan) -> Table:
         table.add_column(title)
     for title in ("memory", "network", ""):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    longest = (
-        max((s.compute_ms + s.network_ms for s in plan.stages), default=0.0) or 1.0
-    )
+    longest = max((s.compute_ms + s.network_ms for s in plan.stages), default=0.0) or 1.0
     for stage in plan.stages:
         share = (stage.compute_ms + stage.network_ms) / longest
         table.add_row(
@@ -198,6 +194,13 @@ def _time_table(plan: Plan) -> Table:
             Text(bar(share, BAR_CELLS), "green"),
         )
     expected = plan.expectation
+    if plan.expert_shares:
+        table.add_row(
+            "experts and dispatch",
+            "",
+            f"{expected.compute_ms - sum(s.compute_ms for s in plan.stages):.2f} ms",
+            f"{expected.network_ms:.2f} ms",
+        )
     table.add_row(
         Text("together", style="bold"),
         "",
