@@ -40,6 +40,7 @@ VERBS = (
     "plan",
     "launch",
     "status",
+    "verify",
     "logs",
     "stop",
 )

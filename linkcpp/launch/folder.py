@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import state_folder
+from linkcpp.dispatch.access import ControlAccess
 from linkcpp.launch.records import (
     STATE_SCHEMA_VERSION,
     DeploymentState,
@@ -45,6 +46,7 @@ class DeploymentFolder:
         self.engine_log = path / "llama-server.log"
         self.dispatch_log = path / "dispatch.log"
         self.front_log = path / "front.log"
+        self.control_file = path / "dispatch-control.json"
 
     def write_request(self, request: LaunchRequest) -> None:
         """Write what was asked for."""
@@ -61,6 +63,14 @@ class DeploymentFolder:
     def read_plan(self) -> Plan:
         """Read the plan that is in force."""
         return _read(self.plan_file, Plan)
+
+    def write_control(self, access: ControlAccess) -> None:
+        """Write how the dispatch process is asked; only the owner may read it."""
+        write_atomically(self.control_file, access.model_dump_json(), mode=0o600)
+
+    def read_control(self) -> ControlAccess:
+        """Read how the dispatch process is asked."""
+        return _read(self.control_file, ControlAccess)
 
     def write_state(self, state: DeploymentState) -> None:
         """Replace the state; readers see the old one or the new one."""

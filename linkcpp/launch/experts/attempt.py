@@ -9,6 +9,7 @@ from pathlib import Path
 
 from linkcpp.cluster.limits import usable_cores
 from linkcpp.common.errors import LinkcppError
+from linkcpp.dispatch.access import ControlAccess
 from linkcpp.dispatch.process import DispatchConfig
 from linkcpp.launch.api import check_port, free_port
 from linkcpp.launch.attempt import Attempt, cancel_all
@@ -123,6 +124,8 @@ class ExpertsAttempt(Attempt):
             config, folder=self._folder.path, log_path=self._folder.dispatch_log
         )
         self._held.dispatcher = dispatcher
+        access = ControlAccess(port=dispatcher.control_port, token=dispatcher.token)
+        await asyncio.to_thread(self._folder.write_control, access)
         self._watch(watch_program(dispatcher.program))
         self._watch(
             watch_dispatcher(
@@ -272,6 +275,7 @@ class ExpertsAttempt(Attempt):
             await self._resources.llama_server.stop()
             self._resources.llama_server = None
         await cancel_all(self._watchers)
+        self._folder.control_file.unlink(missing_ok=True)
         if dispatcher is not None:
             with contextlib.suppress(LinkcppError):
                 await dispatcher.stop()

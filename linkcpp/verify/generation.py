@@ -1,0 +1,114 @@
+"""Greedy tokens of a llama-server with their log-probabilities."""
+
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.verify.statistics import Comparison, Position, compare, same_beginning
+
+BEST_TOKENS = 64
+_REQUEST_SECONDS = 3600.0
+# Where two runs part again and again there is nothing more to learn.
+_MOST_PARTINGS = 4
+
+
+class TextServer:
+    """One llama-server; ``who`` names it in errors."""
+
+    def __init__(self, url: str, who: str, api_key: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._who = who
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=_REQUEST_SECONDS, trust_env=False
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._http.aclose()
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, with those that the model wants before it.
+
+        Raises:
+            LinkcppError: it does not answer, or not with tokens.
+        """
+        answer = await self._post("/tokenize", {"content": text, "add_special": True})
+        try:
+            return [int(token) for token in answer["tokens"]]
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._nonsense(error) from error
+
+    async def continue_text(self, tokens: list[int], count: int) -> list[Position]:
+        """Return ``count`` greedy tokens after these, each with its ``BEST_TOKENS`` best.
+
+        Raises:
+            LinkcppError: it does not answer, or not with that.
+        """
+        answer = await self._post(
+            "/completion",
+            {
+                "prompt": tokens,
+                "n_predict": count,
+                "temperature": 0,
+                "n_probs": BEST_TOKENS,
+                "cache_prompt": False,
+                "ignore_eos": True,
+            },
+        )
+        try:
+            found = [_position(step) for step in answer["completion_probabilities"]]
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._nonsense(error) from error
+        if not found:
+            raise LinkcppError(f"{self._who} answered without a token.")
+        return found
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        try:
+            answer = await self._http.post(path, json=body)
+            if answer.is_error:
+                raise LinkcppError(f"{self._who} refuses: {answer.text[:300]}")
+            return answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise LinkcppError(
+                f"{self._who} does not answer: {error!r}.",
+                hint="`linkcpp status` tells how it is; `linkcpp logs` what it said.",
+            ) from error
+
+    def _nonsense(self, error: Exception) -> LinkcppError:
+        return LinkcppError(f"{self._who} answered without probabilities: {error!r}.")
+
+
+def _position(step: Any) -> Position:
+    best = tuple((int(entry["id"]), float(entry["logprob"])) for entry in step["top_logprobs"])
+    return Position(int(step["id"]), best)
+
+
+async def compare_prompt(
+    deployment: TextServer, reference: TextServer, prompt: list[int], count: int
+) -> list[Comparison]:
+    """Compare ``count`` positions after a prompt, one sequence at a time.
+
+    Where the runs choose different tokens, both go on with the reference's.
+    """
+    comparisons: list[Comparison] = []
+    text = list(prompt)
+    for _ in range(_MOST_PARTINGS + 1):
+        left = count - len(comparisons)
+        theirs = await reference.continue_text(text, left)
+        ours = await deployment.continue_text(text, left)
+        shared = same_beginning(ours, theirs)
+        comparisons += map(compare, ours[:shared], theirs[:shared])
+        text += [position.token for position in theirs[:shared]]
+        if len(comparisons) >= count:
+            break
+    return comparisons

@@ -1,0 +1,199 @@
+"""One verification: the text against the whole model, then every worker's rows."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.launch.api import read_api_key
+from linkcpp.launch.experts.files import has_no_experts
+from linkcpp.launch.folder import DeploymentFolder, current_deployments
+from linkcpp.launch.status import Condition, DeploymentReport, report_on
+from linkcpp.model.inventory import read_inventory
+from linkcpp.model.parts import is_url
+from linkcpp.model.slices.writing import open_whole_model
+from linkcpp.planning.documents import check_plan_model
+from linkcpp.planning.records import Plan, PlanMode
+from linkcpp.verify.generation import TextServer, compare_prompt
+from linkcpp.verify.records import PromptReport, VerifyOptions, VerifyReport, WorkerReport
+from linkcpp.verify.reference import running_reference
+from linkcpp.verify.rows import RowChecker
+from linkcpp.verify.statistics import Comparison, summarize, summary_of, verdict_of
+
+_BEGINNING_CHARACTERS = 40
+
+OnProgress = Callable[[str, int, int], None]
+"""Told what is being done, and how many of how many of it are done."""
+
+
+def deployment_of_plan(plan: Plan) -> DeploymentFolder:
+    """Return the live deployment that was launched from a plan.
+
+    Raises:
+        LinkcppError: there is none, or several.
+    """
+    found = [folder for folder in current_deployments() if _was_launched_from(folder, plan)]
+    if not found:
+        raise LinkcppError(
+            "No live deployment was launched from this plan.",
+            hint="Launch it first: linkcpp launch PLAN",
+        )
+    if len(found) > 1:
+        names = ", ".join(folder.name for folder in found)
+        raise LinkcppError(
+            "Several deployments were launched from this plan.", hint=f"Name one of: {names}."
+        )
+    return found[0]
+
+
+def _was_launched_from(folder: DeploymentFolder, plan: Plan) -> bool:
+    try:
+        return folder.read_request().plan == plan
+    except LinkcppError:
+        return False
+
+
+async def verify(
+    folder: DeploymentFolder, options: VerifyOptions, on_progress: OnProgress
+) -> VerifyReport:
+    """Compare a running deployment with its model in one process.
+
+    Raises:
+        LinkcppError: it does not run, the reference cannot, or nothing can be compared.
+    """
+    report = report_on(folder)
+    if report.condition is not Condition.RUNNING or report.state is None:
+        raise LinkcppError(f"{folder.name!r} does not run.", hint=_way_out(report))
+    verification = _Verification(folder, report.state.api_url or "", options, on_progress)
+    return await verification.run()
+
+
+class _Verification:
+    """One run; ``notes`` grow with what is left out."""
+
+    def __init__(
+        self,
+        folder: DeploymentFolder,
+        api_url: str,
+        options: VerifyOptions,
+        on_progress: OnProgress,
+    ) -> None:
+        self._folder = folder
+        self._api_url = api_url
+        self._options = options
+        self._on_progress = on_progress
+        self._request = folder.read_request()
+        self._plan = folder.read_plan()
+        self._notes: list[str] = []
+
+    async def run(self) -> VerifyReport:
+        prompts = await self._compare_text()
+        comparisons = [comparison for _, found in prompts for comparison in found]
+        text = summarize(comparisons, len(prompts)) if comparisons else None
+        workers = await self._check_rows()
+        verdict = verdict_of(text, workers)
+        if verdict is None:
+            raise LinkcppError(
+                "Nothing can be compared: this machine has no whole model, and no expert has two "
+                "workers.",
+                hint="Name the whole model with --model, or plan with --replicas 2.",
+            )
+        return VerifyReport(
+            name=self._folder.name,
+            mode=self._plan.mode.value,
+            verdict=verdict,
+            summary=summary_of(verdict, text, workers),
+            text=text,
+            prompts=tuple(report for report, _ in prompts),
+            workers=tuple(workers),
+            notes=tuple(self._notes),
+        )
+
+    async def _compare_text(self) -> list[tuple[PromptReport, list[Comparison]]]:
+        """Compare all prompts, none where there is no whole model."""
+        location = self._options.model or self._request.model_path
+        model = await asyncio.to_thread(whole_model, location, self._plan)
+        if model is None:
+            self._notes.append(
+                "The text was not compared: this machine has no whole model, only a hollow one or "
+                "an address. --model names a file that has all weights."
+            )
+            return []
+        self._on_progress("loading the whole model", 0, 1)
+        async with running_reference(self._folder, self._request, self._plan, model) as url:
+            self._on_progress("loading the whole model", 1, 1)
+            key_file = self._request.api_key_file
+            key = read_api_key(Path(key_file)) if key_file else None
+            async with (
+                TextServer(self._api_url, "The deployment", key) as deployment,
+                TextServer(url, "The whole model") as reference,
+            ):
+                return await self._compare_prompts(deployment, reference)
+
+    async def _compare_prompts(
+        self, deployment: TextServer, reference: TextServer
+    ) -> list[tuple[PromptReport, list[Comparison]]]:
+        prompts, count = self._options.prompts, self._options.token_count
+        most = self._plan.options.context_tokens - count
+        if most < 1:
+            raise LinkcppError(
+                f"{count} tokens do not fit into a context of {most + count}.",
+                hint="Compare fewer with --tokens.",
+            )
+        results = []
+        for number, prompt in enumerate(prompts):
+            self._on_progress("prompts", number, len(prompts))
+            tokens = await reference.tokenize(prompt)
+            if len(tokens) > most:
+                self._notes.append(
+                    f"Prompt {number + 1} was cut from {len(tokens)} to {most} tokens."
+                )
+                tokens = tokens[:most]
+            found = await compare_prompt(deployment, reference, tokens, count)
+            report = PromptReport(
+                beginning=" ".join(prompt[:_BEGINNING_CHARACTERS].split()),
+                prompt_tokens=len(tokens),
+                agreement=summarize(found, 1),
+            )
+            results.append((report, found))
+        self._on_progress("prompts", len(prompts), len(prompts))
+        return results
+
+    async def _check_rows(self) -> list[WorkerReport]:
+        """Check all workers, of which there are some in mode ``experts`` only."""
+        if self._plan.mode is not PlanMode.EXPERTS:
+            return []
+        checker = RowChecker(self._folder.read_control(), self._options.expert_count)
+        workers = await checker.check_all(
+            lambda done, total: self._on_progress("rows of the workers", done, total)
+        )
+        unchecked = [worker.name for worker in workers if worker.verdict is None]
+        if unchecked:
+            self._notes.append(
+                f"There was nothing to compare the rows of {', '.join(unchecked)} with: neither "
+                "the whole model here nor another worker with the same experts."
+            )
+        return workers
+
+
+def whole_model(location: str, plan: Plan) -> str | None:
+    """Return the model's (first) file if it has all weights, ``None`` if it is hollow or away.
+
+    Raises:
+        LinkcppError: it cannot be read, or is not the plan's model.
+    """
+    if is_url(location):
+        return None
+    inventory = read_inventory(location)
+    check_plan_model(plan, inventory)
+    if plan.mode is PlanMode.EXPERTS:
+        with open_whole_model(location) as files:
+            if has_no_experts(files):
+                return None
+    return inventory.source
+
+
+def _way_out(report: DeploymentReport) -> str:
+    if report.condition is Condition.STARTING:
+        return "Wait until `linkcpp status` says that it runs."
+    return report.advice or "Start it with `linkcpp launch PLAN`."
