@@ -16,21 +16,31 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from linkcpp.cli.output import console, print_json, status_console
 from linkcpp.cli.plan_files import load_plan
 from linkcpp.cli.verb import verb
-from linkcpp.cluster.config import load_config, parse_node_url
+from linkcpp.cluster.addresses import own_addresses
+from linkcpp.cluster.config import load_config, node_url, parse_node_url
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.units import format_bytes
+from linkcpp.common.units import format_bytes, parse_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.preview import Preview, preview
 from linkcpp.launch.progress import Bar, bars_of
-from linkcpp.launch.records import DeploymentState, LaunchRequest, Phase
+from linkcpp.launch.records import (
+    DEFAULT_PATIENCE_SECONDS,
+    DeploymentState,
+    LaunchRequest,
+    Phase,
+)
 from linkcpp.launch.rendering import systemd_unit
 from linkcpp.launch.start import make_request, prepared, start_detached, states_until_up
 from linkcpp.launch.stopping import stop_deployment
 from linkcpp.launch.supervisor import log_to, run_until_stopped
+from linkcpp.planning.records import PlanMode
 
 app = verb()
 
+_WILDCARDS = ("0.0.0.0", "::")
+# Loopback, and addresses that mean nothing without the name of an interface.
+_ONLY_HERE = ("127.", "::1", "fe80")
 # What a service manager must hand over so that the same folders, token and engine are used.
 _ENVIRONMENT = ("LINKCPP_HOME", "LINKCPP_TOKEN_FILE", "LINKCPP_ENGINE", "LINKCPP_TEMPLATES")
 
@@ -63,6 +73,22 @@ def launch(
     templates: Annotated[
         str | None, typer.Option("--templates", help="Folder of own templates.")
     ] = None,
+    fallback_memory: Annotated[
+        str,
+        typer.Option(
+            "--fallback-memory",
+            help="Mode experts: room for experts that no node computes; 0: this machine does not.",
+        ),
+    ] = "2GiB",
+    patience: Annotated[
+        float,
+        typer.Option(
+            "--patience",
+            min=0,
+            max=3600,
+            help="Mode experts: seconds that a request waits for experts that nobody has.",
+        ),
+    ] = DEFAULT_PATIENCE_SECONDS,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay attached, as a service manager wants it.")
     ] = False,
@@ -85,6 +111,8 @@ def launch(
         templates=templates,
         node_urls=tuple(parse_node_url(url) for url in node or ()),
         use_mdns=not no_mdns,
+        fallback_bytes=parse_bytes(fallback_memory),
+        patience_seconds=patience,
     )
     if unit:
         print(_unit(request, plan_file), end="")
@@ -103,18 +131,29 @@ def _run_detached(request: LaunchRequest, *, as_json: bool) -> None:
         state = _show_progress(folder, supervisor)
     except BaseException:
         # Ctrl-C among others: what was begun is not left half done.
-        status_console().print("stopping what was started")
+        screen = status_console()
+        screen.print("stopping what was started")
         stop_deployment(folder)
         supervisor.wait()
+        _forget_if_nothing_ran(folder)
+        screen.print("stopped; nothing of it is left running")
         raise
     if state.phase is Phase.FAILED:
+        _forget_if_nothing_ran(folder)
         raise LinkcppError(state.detail or "The launch failed.", hint=state.hint)
     if state.phase is Phase.STOPPED:
         raise LinkcppError("The deployment was stopped while it started.")
     if as_json:
         print_json(state)
     else:
-        _show_result(state)
+        _show_result(state, request.host)
+
+
+def _forget_if_nothing_ran(folder: DeploymentFolder) -> None:
+    """Leave no deployment behind where a launch was refused before it did anything."""
+    state = folder.read_state()
+    if state.phase.is_final and not state.has_loaded:
+        folder.forget()
 
 
 def _show_progress(
@@ -166,7 +205,7 @@ def _amount(bar: Bar) -> str:
     return f"{bar.done} of {bar.total}" if bar.total > 1 else ""
 
 
-def _show_result(state: DeploymentState) -> None:
+def _show_result(state: DeploymentState, host: str) -> None:
     url = state.api_url or ""
     words = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
     body = '{"messages": [{"role": "user", "content": "Hello"}]}'
@@ -176,8 +215,26 @@ def _show_result(state: DeploymentState) -> None:
         command += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(state.api_key_file)})"'
     print_plain = console().print
     print_plain(f"[bold]{escape(state.name)}[/] answers at [bold]{url}/v1[/] (OpenAI API)")
+    for address in _addresses_for_others(host):
+        other = node_url(address, int(url.rpartition(":")[2]))
+        print_plain(f"  for other machines: {other}/v1", markup=False, soft_wrap=True)
+    if state.api_key_file:
+        text = f"  Every request needs the API key in {state.api_key_file}"
+        print_plain(text, markup=False, soft_wrap=True)
     print_plain(f"  {command}", markup=False, soft_wrap=True)
-    print_plain(f"  linkcpp status {state.name} | logs {state.name} | stop {state.name}")
+    for word in ("status", "logs", "stop"):
+        print_plain(f"  linkcpp {word} {state.name}", markup=False, soft_wrap=True)
+
+
+def _addresses_for_others(host: str) -> tuple[str, ...]:
+    """Return where other machines reach an API that listens on all interfaces."""
+    if host not in _WILDCARDS:
+        return ()
+    try:
+        addresses = own_addresses(host)
+    except OSError:
+        return ()
+    return tuple(address for address in addresses if not address.startswith(_ONLY_HERE))
 
 
 def _run_in_foreground(request: LaunchRequest) -> None:
@@ -187,6 +244,7 @@ def _run_in_foreground(request: LaunchRequest) -> None:
         handler.setFormatter(logging.Formatter("%(message)s"))
         logging.getLogger("linkcpp.launch").addHandler(handler)
         state = run_until_stopped(folder)
+        _forget_if_nothing_ran(folder)
     if state.phase is Phase.FAILED:
         raise LinkcppError(state.detail or "The deployment failed.", hint=state.hint)
 
@@ -240,6 +298,9 @@ def _unit(request: LaunchRequest, plan_file: Path) -> str:
         command += ["--api-key-file", request.api_key_file]
     if request.templates_folder:
         command += ["--templates", request.templates_folder]
+    if request.plan.mode is PlanMode.EXPERTS:
+        command += ["--fallback-memory", str(request.fallback_bytes)]
+        command += ["--patience", f"{request.patience_seconds:g}"]
     for url in request.node_urls:
         command += ["--node", url]
     if not request.use_mdns:

@@ -9,8 +9,14 @@ from rich.text import Text
 from linkcpp.cli.output import console, print_json
 from linkcpp.cli.verb import verb
 from linkcpp.launch.folder import DeploymentFolder, existing_deployment
-from linkcpp.launch.logs import LogPart, follow, local_tails, remote_tail, stages_of
-from linkcpp.launch.records import StageState
+from linkcpp.launch.logs import (
+    LogPart,
+    Remote,
+    follow,
+    local_tails,
+    remote_programs,
+    remote_tail,
+)
 
 app = verb()
 
@@ -21,7 +27,7 @@ def logs(
         str | None, typer.Argument(help="The deployment; not needed where there is only one.")
     ] = None,
     node: Annotated[
-        str | None, typer.Option("--node", help="Only the rpc-servers on this node.")
+        str | None, typer.Option("--node", help="Only the programs on this node.")
     ] = None,
     tail: Annotated[int, typer.Option("--tail", min=0, help="How many lines of each.")] = 40,
     keep_on: Annotated[
@@ -29,27 +35,27 @@ def logs(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the logs of the supervisor, llama-server, and the rpc-servers on the nodes."""
+    """Show the logs of the supervisor, llama-server, and the programs on the nodes."""
     folder = existing_deployment(name)
-    stages = stages_of(folder, node)
+    programs = remote_programs(folder, node)
     parts = [] if node else list(local_tails(folder, tail))
-    parts += asyncio.run(_remote_tails(stages, tail)) if tail else []
+    parts += asyncio.run(_remote_tails(programs, tail)) if tail else []
     if as_json:
         print_json([{"source": part.source, "lines": part.lines} for part in parts])
         return
     for part in parts:
         _show(part)
     if keep_on:
-        asyncio.run(_follow(folder, stages, only_nodes=node is not None))
+        asyncio.run(_follow(folder, programs, only_nodes=node is not None))
 
 
-async def _remote_tails(stages: list[StageState], tail: int) -> list[LogPart]:
-    return list(await asyncio.gather(*(remote_tail(stage, tail) for stage in stages)))
+async def _remote_tails(programs: list[Remote], tail: int) -> list[LogPart]:
+    return list(await asyncio.gather(*(remote_tail(program, tail) for program in programs)))
 
 
-async def _follow(folder: DeploymentFolder, stages: list[StageState], *, only_nodes: bool) -> None:
-    async for part in follow(folder, stages):
-        if not only_nodes or part.source.startswith("rpc-server"):
+async def _follow(folder: DeploymentFolder, programs: list[Remote], *, only_nodes: bool) -> None:
+    async for part in follow(folder, programs):
+        if not only_nodes or part.source.startswith(("rpc-server ", "worker ")):
             _show(part)
 
 

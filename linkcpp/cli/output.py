@@ -60,6 +60,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def window_text(first_layer: int, layer_count: int, *, holds_output: bool) -> str:
+    """Name a window of layers: ``0-4``, ``7``, ``22-29 + output``, ``output``."""
+    last = first_layer + layer_count - 1
+    span = f"{first_layer}-{last}" if last > first_layer else str(first_layer)
+    parts = [span] if layer_count else []
+    return " + ".join([*parts, "output"] if holds_output else parts)
+
+
 @contextmanager
 def byte_bar(name: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on stderr meanwhile; call what it yields with bytes just done."""

@@ -10,7 +10,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from linkcpp.cli.output import console, print_json
+from linkcpp.cli.output import console, print_json, window_text
+from linkcpp.cli.status_experts import experts_view
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
@@ -18,8 +19,10 @@ from linkcpp.launch.api import ApiClient
 from linkcpp.launch.folder import (
     DeploymentFolder,
     all_deployments,
+    current_deployments,
     existing_deployment,
 )
+from linkcpp.launch.lookup import find_deployment
 from linkcpp.launch.records import DeploymentState, StageState
 from linkcpp.launch.status import Condition, DeploymentReport, report_on
 
@@ -38,36 +41,45 @@ _COLOURS = {
 @app.command()
 def status(
     name: Annotated[
-        str | None, typer.Argument(help="Only this deployment (JSON: one object, no list).")
+        str | None,
+        typer.Argument(help="A deployment, or its plan file (JSON: one object)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep on showing until Ctrl-C.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show deployments that have ended as well.")
+    ] = False,
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Ask llama-server for its own counters too.")
     ] = False,
 ) -> None:
     """Show what runs, where it runs, and whether it still does."""
     if name is not None:
-        existing_deployment(name)
+        name = find_deployment(name).name
     if watch and not as_json:
-        _watch(name)
+        _watch(name, every=every)
         return
-    reports = _reports(name)
+    reports = _reports(name, every=every)
     counters = {report.name: _metrics_of(report) for report in reports} if metrics else {}
     if as_json:
         plain = [_plain(report, counters.get(report.name)) for report in reports]
         print_json(plain[0] if name is not None else plain)
         return
     console().print(_view(reports))
+    if name is None and (ended := len(all_deployments()) - len(reports)):
+        console().print(f"[dim]{ended} more ended earlier: linkcpp status --all[/]")
     for deployment, values in counters.items():
         console().print(_metrics_table(deployment, values))
 
 
-def _reports(name: str | None) -> list[DeploymentReport]:
-    folders: list[DeploymentFolder] = (
-        [existing_deployment(name)] if name is not None else all_deployments()
-    )
-    return [report_on(folder) for folder in folders]
+def _reports(name: str | None, *, every: bool) -> list[DeploymentReport]:
+    return [report_on(folder) for folder in _folders(name, every=every)]
+
+
+def _folders(name: str | None, *, every: bool) -> list[DeploymentFolder]:
+    if name is not None:
+        return [existing_deployment(name)]
+    return all_deployments() if every else current_deployments()
 
 
 def _plain(report: DeploymentReport, counters: dict[str, float] | None) -> dict[str, object]:
@@ -90,11 +102,12 @@ async def _ask_metrics(url: str, api_key_file: str | None) -> dict[str, float]:
         return {}
 
 
-def _watch(name: str | None) -> None:
-    with Live(_view(_reports(name)), console=console(), auto_refresh=False) as live:
+def _watch(name: str | None, *, every: bool) -> None:
+    first = _view(_reports(name, every=every))
+    with Live(first, console=console(), auto_refresh=False) as live:
         while True:
             time.sleep(1.0)
-            live.update(_view(_reports(name)), refresh=True)
+            live.update(_view(_reports(name, every=every)), refresh=True)
 
 
 def _view(reports: list[DeploymentReport]) -> RenderableType:
@@ -113,7 +126,8 @@ def _report_view(report: DeploymentReport) -> list[RenderableType]:
         head += f" for {_duration(report.uptime_seconds)} at {state.api_url}"
     if report.condition is Condition.STARTING:
         head += f": {state.phase.value.replace('_', ' ')}"
-    return [head, *_explanation(report), _facts(state), _stage_table(state)]
+    experts = experts_view(state.experts) if state.experts else []
+    return [head, *_explanation(report), _facts(state), _stage_table(state), *experts]
 
 
 def _explanation(report: DeploymentReport) -> list[RenderableType]:
@@ -146,14 +160,12 @@ def _stage_table(state: DeploymentState) -> Table:
 
 
 def _stage_cells(stage: StageState) -> list[str]:
-    layers = f"{stage.first_layer}-{stage.first_layer + stage.layer_count - 1}"
-    if not stage.layer_count:
-        layers = "none"
     held = stage.model_buffer_bytes if stage.is_coordinator else stage.held_weight_bytes
     return [
         f"{escape(stage.node_name)}{' (here)' if stage.is_coordinator else ''}",
         escape(stage.device),
-        f"{layers}{' + output' if stage.holds_output else ''}",
+        window_text(stage.first_layer, stage.layer_count, holds_output=stage.holds_output)
+        or "none",
         format_bytes(stage.planned_weight_bytes),
         "-" if held is None else format_bytes(held),
         format_bytes(stage.allocated_bytes or stage.planned_memory_bytes),

@@ -282,9 +282,9 @@ class Attempt:
 
     def _end_watch(self, task: asyncio.Task[None]) -> None:
         self._watchers.discard(task)
-        if task.cancelled() or self._broken.done():
+        error = None if task.cancelled() else task.exception()
+        if self._broken.done():
             return
-        error = task.exception()
         if isinstance(error, BrokenError):
             self._broken.set_result(error)
         elif error is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from linkcpp.cluster.token import load_token
 from linkcpp.common.errors import LinkcppError
+from linkcpp.launch.experts.records import WorkerState
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.records import StageState
 from linkcpp.node.client import NodeClient
@@ -27,21 +28,36 @@ class LogPart:
 
 def local_logs(folder: DeploymentFolder) -> dict[str, Path]:
     """Return the log files that lie here, by what writes them."""
-    return {"supervisor": folder.supervisor_log, "llama-server": folder.engine_log}
+    always = {"supervisor": folder.supervisor_log, "llama-server": folder.engine_log}
+    # Of mode experts.
+    sometimes = {
+        "dispatch": folder.dispatch_log,
+        "front": folder.front_log,
+        "backing rpc-server": folder.path / "backing.log",
+        "fallback rpc-server": folder.path / "fallback.log",
+        **{f"{path.stem} here": path for path in sorted(folder.path.glob("worker-*.log"))},
+    }
+    return {**always, **{name: path for name, path in sometimes.items() if path.exists()}}
 
 
-def stages_of(folder: DeploymentFolder, node: str | None) -> list[StageState]:
-    """Return the stages with an rpc-server, of one node if its name or id is given.
+Remote = StageState | WorkerState
+
+
+def remote_programs(folder: DeploymentFolder, node: str | None) -> list[Remote]:
+    """Return the rpc-servers and expert workers on nodes, of one if its name or id is given.
 
     Raises:
         LinkcppError: the deployment has no such node.
     """
-    remote = [stage for stage in folder.read_state().stages if not stage.is_coordinator]
+    state = folder.read_state()
+    workers = state.experts.workers if state.experts else ()
+    programs: tuple[Remote, ...] = (*state.stages, *workers)
+    remote = [entry for entry in programs if not entry.is_coordinator]
     if node is None:
         return remote
-    chosen = [stage for stage in remote if node in (stage.node_name, stage.node_id)]
+    chosen = [entry for entry in remote if node in (entry.node_name, entry.node_id)]
     if not chosen:
-        names = ", ".join(sorted({stage.node_name for stage in remote})) or "none"
+        names = ", ".join(sorted({entry.node_name for entry in remote})) or "none"
         raise LinkcppError(f"{node!r} is no node of {folder.name!r}.", hint=f"Nodes: {names}.")
     return chosen
 
@@ -64,33 +80,42 @@ def local_tails(folder: DeploymentFolder, lines: int) -> Iterator[LogPart]:
         yield LogPart(source, tail_of(path, lines))
 
 
-async def remote_tail(stage: StageState, lines: int) -> LogPart:
-    """Fetch the end of an rpc-server's log; where it cannot be had, the only line says why."""
-    source = f"rpc-server {stage.node_name} {stage.device}"
-    if stage.url is None or stage.server_id is None:
+async def remote_tail(program: Remote, lines: int) -> LogPart:
+    """Fetch the end of a program's log; where it cannot be had, the only line says why."""
+    kind = "rpc-server" if isinstance(program, StageState) else "worker"
+    source = f"{kind} {program.node_name} {program.device}"
+    if program.url is None:
         return LogPart(source, ("(it was not started)",))
     try:
-        async with NodeClient(stage.url, load_token(), timeout_seconds=NODE_SECONDS) as client:
-            text = await client.logs(stage.server_id, tail=lines)
+        async with NodeClient(program.url, load_token(), timeout_seconds=NODE_SECONDS) as client:
+            text = await _fetch(client, program, lines)
     except LinkcppError as error:
         return LogPart(source, (f"({error.message})",))
     return LogPart(source, tuple(text.splitlines()))
 
 
-async def follow(folder: DeploymentFolder, stages: list[StageState]) -> AsyncIterator[LogPart]:
-    """Yield new lines of the logs for ever: the files here, and the given rpc-servers' logs."""
+async def _fetch(client: NodeClient, program: Remote, lines: int) -> str:
+    if isinstance(program, StageState) and program.server_id is not None:
+        return await client.logs(program.server_id, tail=lines)
+    if isinstance(program, WorkerState) and program.worker_id is not None:
+        return await client.worker_logs(program.worker_id, tail=lines)
+    return "(it was not started)"
+
+
+async def follow(folder: DeploymentFolder, programs: list[Remote]) -> AsyncIterator[LogPart]:
+    """Yield new lines of the logs for ever: the files here, and the given programs' logs."""
     positions = {path: _size_of(path) for path in local_logs(folder).values()}
-    seen = {stage.index: (await remote_tail(stage, 200)).lines for stage in stages}
+    seen = [(await remote_tail(program, 200)).lines for program in programs]
     while True:
         await asyncio.sleep(FOLLOW_SECONDS)
         for source, path in local_logs(folder).items():
             if lines := _new_lines(path, positions):
                 yield LogPart(source, lines)
-        for stage in stages:
-            part = await remote_tail(stage, 200)
-            if fresh := added_lines(seen[stage.index], part.lines):
+        for number, program in enumerate(programs):
+            part = await remote_tail(program, 200)
+            if fresh := added_lines(seen[number], part.lines):
                 yield LogPart(part.source, fresh)
-            seen[stage.index] = part.lines
+            seen[number] = part.lines
 
 
 def added_lines(before: tuple[str, ...], after: tuple[str, ...]) -> tuple[str, ...]:
@@ -112,7 +137,8 @@ def _size_of(path: Path) -> int:
 def _new_lines(path: Path, positions: dict[Path, int]) -> tuple[str, ...]:
     size = _size_of(path)
     # A file that shrank was rotated, and is read from its new beginning.
-    position = positions[path] if positions[path] <= size else 0
+    known = positions.get(path, 0)
+    position = known if known <= size else 0
     if position == size:
         return ()
     with path.open("rb") as file:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from linkcpp.launch.experts.records import ExpertsState, WorkerPhase
 from linkcpp.launch.records import DeploymentState, Phase
 
 _ORDER = (
@@ -33,6 +34,8 @@ class Bar:
 
 def bars_of(state: DeploymentState) -> list[Bar]:
     """Return the stages of a launch in order; the same stages at any moment of it."""
+    if state.experts is not None:
+        return _bars_of_experts(state, state.experts)
     remote = [stage for stage in state.stages if not stage.is_coordinator]
     nodes = {stage.node_id: stage.url is not None for stage in remote}
     bars = [_step("model's header and engine checked", state, Phase.CHECKING)]
@@ -54,6 +57,28 @@ def bars_of(state: DeploymentState) -> list[Bar]:
         _step("model loaded", state, Phase.LOADING),
         _step("warmed up", state, Phase.WARMING_UP),
         _step("split proved and first completion", state, Phase.PROVING),
+    ]
+
+
+def _bars_of_experts(state: DeploymentState, experts: ExpertsState) -> list[Bar]:
+    copied = max(experts.backbone_copied_bytes, 1)
+    done = copied if _is_past(state, Phase.PREPARING) else experts.backbone_done_bytes
+    bars = [
+        _step("model's header and engine checked", state, Phase.CHECKING),
+        Bar("hollow backbone", min(done, copied), copied, is_bytes=True),
+    ]
+    for worker in experts.workers:
+        if not worker.is_coordinator:
+            total = worker.slice_bytes or worker.planned_weight_bytes
+            label = f"experts on {worker.node_name} {worker.device}"
+            bars.append(Bar(label, min(worker.slice_done_bytes, total), total, is_bytes=True))
+    up = sum(worker.phase is WorkerPhase.UP for worker in experts.workers)
+    return [
+        *bars,
+        Bar("workers compute", up, len(experts.workers)),
+        _step("model loaded", state, Phase.LOADING),
+        _step("warmed up", state, Phase.WARMING_UP),
+        _step("first completion, split proved", state, Phase.PROVING),
     ]
 
 

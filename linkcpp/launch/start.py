@@ -15,7 +15,12 @@ from linkcpp.common.paths import expand_home
 from linkcpp.launch.api import check_port, free_port, read_api_key
 from linkcpp.launch.events import first_state
 from linkcpp.launch.folder import DeploymentFolder, deployment_folder, name_from_model
-from linkcpp.launch.records import DeploymentState, LaunchRequest
+from linkcpp.launch.records import (
+    DEFAULT_FALLBACK_BYTES,
+    DEFAULT_PATIENCE_SECONDS,
+    DeploymentState,
+    LaunchRequest,
+)
 from linkcpp.launch.rendering import templates_folder
 from linkcpp.model.parts import is_url
 from linkcpp.planning.records import Plan, PlanMode
@@ -34,6 +39,8 @@ def make_request(
     templates: str | None,
     node_urls: tuple[str, ...],
     use_mdns: bool,
+    fallback_bytes: int = DEFAULT_FALLBACK_BYTES,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
 ) -> LaunchRequest:
     """Turn what the user said into a whole request, all paths absolute.
 
@@ -57,6 +64,8 @@ def make_request(
         templates_folder=str(own_templates) if own_templates else None,
         node_urls=node_urls,
         use_mdns=use_mdns,
+        fallback_bytes=fallback_bytes,
+        patience_seconds=patience_seconds,
     )
 
 

@@ -12,6 +12,7 @@ import psutil
 from linkcpp.cluster.token import load_token
 from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.events import EngineStopped, PhaseEntered, apply
+from linkcpp.launch.experts.records import WorkerState
 from linkcpp.launch.folder import DeploymentFolder, is_alive
 from linkcpp.launch.records import DeploymentState, Phase, ProcessIdentity
 from linkcpp.node.client import NodeClient
@@ -102,7 +103,11 @@ async def _clean_up(state: DeploymentState) -> None:
             _signal(llama_server, signal.SIGKILL)
     with contextlib.suppress(LinkcppError):
         token = load_token()
-        await asyncio.gather(*(_delete(state, index, token) for index in range(len(state.stages))))
+        workers = state.experts.workers if state.experts else ()
+        await asyncio.gather(
+            *(_delete(state, index, token) for index in range(len(state.stages))),
+            *(_delete_worker(worker, token) for worker in workers),
+        )
 
 
 async def _delete(state: DeploymentState, index: int, token: str) -> None:
@@ -112,3 +117,11 @@ async def _delete(state: DeploymentState, index: int, token: str) -> None:
     with contextlib.suppress(LinkcppError):
         async with NodeClient(stage.url, token, timeout_seconds=NODE_SECONDS) as client:
             await client.delete(stage.server_id)
+
+
+async def _delete_worker(worker: WorkerState, token: str) -> None:
+    if worker.url is None or worker.worker_id is None:
+        return
+    with contextlib.suppress(LinkcppError):
+        async with NodeClient(worker.url, token, timeout_seconds=NODE_SECONDS) as client:
+            await client.delete_worker(worker.worker_id)

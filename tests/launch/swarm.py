@@ -80,9 +80,13 @@ class Swarm:
             text=True,
             timeout=START_SECONDS,
             check=False,
+            preexec_fn=self._settle if self.has_own_cores else None,
         )
         assert done.returncode == code, f"{words}: {done.stdout}\n{done.stderr}"
         return Done(done.returncode, done.stdout, done.stderr)
+
+    def _settle(self) -> None:
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
     def start(self, *words: str) -> "subprocess.Popen[bytes]":
         """Start a command and leave it running."""
@@ -98,7 +102,9 @@ class Swarm:
     def start_agents(self, *names: str, memory: str | None = None) -> None:
         """Start node agents and wait until they answer."""
         for name in names:
-            self.agents[name] = self._begin_agent(name, memory)
+            # A node that was there before comes back at its address.
+            port = self.agents[name].url.rsplit(":", 1)[1] if name in self.agents else "0"
+            self.agents[name] = self._begin_agent(name, memory, port)
         for name in names:
             agent = self.agents[name]
             log = self.folder / f"{name}.log"
@@ -106,8 +112,8 @@ class Swarm:
             text = log.read_text()
             agent.url = "http://" + text.split("http://")[1].split()[0]
 
-    def _begin_agent(self, name: str, memory: str | None) -> Agent:
-        words = ["node", "--name", name, "--host", "127.0.0.1", "--port", "0", "--no-mdns"]
+    def _begin_agent(self, name: str, memory: str | None, port: str) -> Agent:
+        words = ["node", "--name", name, "--host", "127.0.0.1", "--port", port, "--no-mdns"]
         environment = {
             **self.environment,
             "LINKCPP_HOME": str(self.folder / name),
@@ -184,14 +190,14 @@ def wait_until(
         time.sleep(0.1)
 
 
-def tokens(url: str, *, count: int = 24) -> list[Any]:
+def tokens(url: str, *, count: int = 24, cache_prompt: bool = False) -> list[Any]:
     """Return greedy tokens, each with its eight best log-probabilities."""
     body = {
         "prompt": PROMPT,
         "n_predict": count,
         "temperature": 0,
         "n_probs": 8,
-        "cache_prompt": False,
+        "cache_prompt": cache_prompt,
         "ignore_eos": True,
     }
     answer = httpx.post(f"{url}/completion", json=body, timeout=START_SECONDS)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from linkcpp.cluster.limits import usable_cores
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.records import EngineLocation
 from linkcpp.launch.events import Noticed
@@ -31,6 +32,7 @@ from linkcpp.node.client import NodeClient, NodeError, NodeRefusedError
 from linkcpp.node.records import NewWorker, ServerState, WorkerId, WorkerRequest
 from linkcpp.node.worker_tunnel import WorkerTunnel
 from linkcpp.planning.records import ExpertShare
+from linkcpp.worker import frames
 from linkcpp.worker.process import READY_PATTERN, WorkerConfig
 
 FIRST_PAUSE_SECONDS = 1.0
@@ -279,10 +281,11 @@ class LocalMember(Member):
             name=share.node_name,
             engine=around.engine,
             slabs=str(slabs),
-            segments=share.segments,
+            segments=tuple(frames.Segment(**entry.model_dump()) for entry in share.segments),
             token=token,
             log_path=around.folder / f"{name}-rpc.log",
             device=share.device,
+            threads=usable_cores(),
         )
         weight_bytes = share.memory.weight_bytes
         program = await start_program(

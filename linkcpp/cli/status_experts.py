@@ -1,0 +1,80 @@
+"""How `linkcpp status` shows the experts of a deployment."""
+
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from linkcpp.common.units import format_bytes
+from linkcpp.launch.experts.records import ExpertsState, WorkerPhase, WorkerState
+from linkcpp.model.slices.segments import describe
+
+_SHOWN_CHARACTERS = 36
+
+
+def experts_view(experts: ExpertsState) -> list[RenderableType]:
+    """Return what every worker holds and did, and what nobody did."""
+    table = Table("worker", box=None, padding=(0, 1), header_style="dim")
+    table.columns[0].overflow = "fold"
+    for title in ("state", "layers:experts"):
+        table.add_column(title, overflow="fold")
+    for title in ("held", "replicas", "pairs", "bytes", "wait", "compute", "failures"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for worker in experts.workers:
+        table.add_row(*_cells(worker))
+    details = [
+        f"  {escape(worker.node_name)}: {escape(why)}"
+        for worker in experts.workers
+        if (why := _why_not(worker))
+    ]
+    return [table, *details, f"  {_summary(experts)}"]
+
+
+def _cells(worker: WorkerState) -> list[str]:
+    total = worker.total
+    segments = " ".join(describe(worker.segments))
+    if len(segments) > _SHOWN_CHARACTERS:
+        segments = f"{segments[:_SHOWN_CHARACTERS]}…"
+    return [
+        f"{escape(worker.node_name)}{' (here)' if worker.is_coordinator else ''}",
+        _state(worker),
+        segments,
+        "-" if worker.slab_bytes is None else format_bytes(worker.slab_bytes),
+        str(worker.replica_count),
+        f"{total.pair_count:,}",
+        format_bytes(total.sent_bytes + total.received_bytes),
+        f"{worker.mean_wait_ms:.2f} ms" if total.request_count else "-",
+        f"{worker.mean_compute_ms:.2f} ms" if total.request_count else "-",
+        str(total.failure_count),
+    ]
+
+
+def _state(worker: WorkerState) -> str:
+    if worker.phase is WorkerPhase.UP and not worker.is_linked:
+        return "[yellow]silent[/]"
+    colour = {WorkerPhase.UP: "green", WorkerPhase.AWAY: "red"}.get(worker.phase, "yellow")
+    return f"[{colour}]{worker.phase.value}[/]"
+
+
+def _why_not(worker: WorkerState) -> str | None:
+    if worker.phase is WorkerPhase.UP:
+        return None if worker.is_linked else worker.link_detail
+    return worker.detail
+
+
+def _summary(experts: ExpertsState) -> str:
+    seen = experts.dispatch
+    if experts.fallback_failure:
+        fallback = f"the local fallback failed: {escape(experts.fallback_failure)}"
+    elif experts.has_fallback:
+        fallback = f"{seen.fallback_pair_count:,} pairs computed here instead of by a worker"
+    else:
+        fallback = "no local fallback"
+    facts = [
+        f"{seen.pair_count:,} pairs in {seen.call_count:,} calls",
+        fallback,
+        f"{seen.rerouted_pair_count:,} pairs asked for again elsewhere",
+        f"{seen.failed_call_count:,} calls failed",
+    ]
+    if seen.missing_expert_count:
+        facts.append(f"{seen.missing_expert_count:,} experts without a worker")
+    return ", ".join(facts)

@@ -1,0 +1,81 @@
+"""A deployment in mode experts over a swarm on loopback, for the tests that share one."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from linkcpp.common.resources import resource_folder
+from linkcpp.engine.records import EngineLocation
+from tests.launch.swarm import Swarm, one_process, tokens, wait_until
+from tests.support import models
+
+NAME = "mix"
+COUNT = 64
+
+
+class Experts:
+    """A swarm whose llama-server has one thread, as every node has."""
+
+    def __init__(self, folder: Path, engine: EngineLocation) -> None:
+        self.swarm = Swarm(folder, engine)
+        self.swarm.has_own_cores = True
+        templates = folder / "templates"
+        templates.mkdir()
+        shipped = resource_folder("templates") / "llama-server.args.j2"
+        own = shipped.read_text().rstrip() + "\n--threads\n1\n"
+        (templates / "llama-server.args.j2").write_text(own)
+        self.templates = str(templates)
+        self.model = models.qwen3moe()
+        with one_process(engine, self.model, folder / "one.log") as url:
+            self.reference = tokens(url, count=COUNT)
+
+    def launch(self, plan: Path, *options: str, code: int = 0, name: str = NAME) -> Any:
+        return self.swarm.launch(
+            plan, name, "--templates", self.templates, "--json", *options, code=code
+        )
+
+    def state(self, name: str = NAME) -> dict[str, Any]:
+        found: dict[str, Any] = self.swarm.status(name)["state"]
+        return found
+
+    def worker(self, node: str, name: str = NAME) -> dict[str, Any]:
+        workers = self.state(name)["experts"]["workers"]
+        return next(w for w in workers if w["node_name"] == node)
+
+    def notices(self, name: str = NAME) -> list[str]:
+        return [notice["text"] for notice in self.state(name)["notices"]]
+
+    def complete_while(self, url: str, what: Callable[[], None]) -> Any:
+        """Do something once tokens flow; return the answer."""
+        answers: list[Any] = []
+        before = self.state()["experts"]["dispatch"]["call_count"]
+        thread = threading.Thread(target=lambda: answers.append(tokens(url, count=COUNT)))
+        thread.start()
+        wait_until(lambda: self.state()["experts"]["dispatch"]["call_count"] > before)
+        what()
+        thread.join()
+        return answers[0]
+
+    def kill(self, node: str) -> None:
+        agent = self.swarm.agents[node]
+        children = agent.children()
+        agent.process.kill()
+        agent.process.wait()
+        psutil.wait_procs(children, 30)
+
+    def revive(self, node: str) -> None:
+        """Start a killed node again, with the identity and the slices that it had."""
+        self.swarm.start_agents(node)
+
+
+@contextlib.contextmanager
+def launched(experts: Experts, plan: Path, *options: str) -> Iterator[str]:
+    yield str(experts.launch(plan, *options).json["api_url"])
+    experts.swarm.run("stop", NAME)
+    assert experts.swarm.processes() == []
+    for agent in experts.swarm.agents.values():
+        assert agent.children() == []

@@ -1,0 +1,130 @@
+"""Mode experts over three nodes through its whole life: real agents, real programs."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.launch.expert_plans import HERE, experts_plan
+from tests.launch.experts import COUNT, NAME, Experts, launched
+from tests.launch.swarm import tokens, wait_until
+from tests.support.engines import prebuilt_engine
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experts]:
+    experts = Experts(tmp_path_factory.mktemp("experts"), prebuilt_engine())
+    experts.swarm.start_agents("attic", "cellar", "garage")
+    yield experts
+    experts.swarm.close()
+
+
+@pytest.fixture(scope="module")
+def url(experts: Experts) -> Iterator[str]:
+    """Every expert has two holders, and this machine a share of its own."""
+    held = {"attic": [(0, 7)], "cellar": [(4, 15)], "garage": [(8, 11)], HERE: [(0, 3), (12, 15)]}
+    plan = experts_plan(experts.swarm, experts.model, held)
+    with launched(experts, plan, "--fallback-memory", "0") as url:
+        yield url
+
+
+def test_workers_on_nodes_and_here_answer_exactly_as_one_process(
+    experts: Experts, url: str
+) -> None:
+    assert tokens(url, count=COUNT) == experts.reference
+
+
+def test_status_tells_what_every_worker_holds_and_did(experts: Experts, url: str) -> None:
+    tokens(url, count=4)
+    wait_until(lambda: all(w["total"]["pair_count"] for w in experts.state()["experts"]["workers"]))
+    state = experts.state()["experts"]
+    for worker in state["workers"]:
+        assert worker["phase"] == "up"
+        assert worker["slab_bytes"] == worker["planned_weight_bytes"]
+        assert worker["replica_count"] == 2
+        assert worker["total"]["failure_count"] == 0
+        if not worker["is_coordinator"]:
+            assert worker["slice_done_bytes"] == worker["slice_bytes"]
+            assert worker["slice_bytes"] - worker["slab_bytes"] < 32_768
+    seen = state["dispatch"]
+    computed = sum(worker["total"]["pair_count"] for worker in state["workers"])
+    assert computed == seen["pair_count"] > 0
+    assert seen["failed_call_count"] == seen["fallback_pair_count"] == 0
+    assert seen["missing_expert_count"] == 0
+    text = experts.swarm.run("status", NAME).stdout
+    assert all(word in text for word in ("attic", "cellar", "garage", "pairs", "replicas"))
+
+
+def test_logs_have_the_dispatch_process_and_every_worker(experts: Experts, url: str) -> None:
+    assert url
+    sources = {part["source"] for part in experts.swarm.run("logs", NAME, "--json").json}
+    assert sources >= {"supervisor", "llama-server", "dispatch", "front", "backing rpc-server"}
+    assert sources >= {"worker attic CPU", "worker cellar CPU", "worker garage CPU"}
+    assert any(source.startswith("worker") and "here" in source for source in sources)
+
+
+def test_no_token_is_on_a_command_line_or_in_a_file_for_others(experts: Experts, url: str) -> None:
+    assert url
+    secret = (experts.swarm.home / "config" / "token").read_text().strip()
+    for process in experts.swarm.processes():
+        assert secret not in " ".join(process.cmdline())
+    folder = experts.swarm.home / "state" / "deployments" / NAME
+    for path in folder.rglob("*"):
+        if path.is_file() and "token" in path.read_text(errors="replace"):
+            assert (
+                path.suffix == ".log"
+                or path.stat().st_mode & 0o077 == 0
+                or path.name
+                in (
+                    "request.json",
+                    "plan.json",
+                    "state.json",
+                    "llama-server.args",
+                )
+            )
+
+
+def test_a_node_killed_while_tokens_flow_changes_no_bit_and_is_used_again(
+    experts: Experts, url: str
+) -> None:
+    answer = experts.complete_while(url, lambda: experts.kill("cellar"))
+    assert answer == experts.reference
+    wait_until(lambda: experts.worker("cellar")["phase"] == "away")
+    assert any("cellar went away" in text for text in experts.notices())
+    assert tokens(url, count=COUNT) == experts.reference
+    experts.revive("cellar")
+    wait_until(lambda: experts.worker("cellar")["phase"] == "up")
+    before = experts.worker("cellar")
+    assert before["start_count"] >= 2
+    assert "cellar is back and computes again" in experts.notices()
+    assert tokens(url, count=COUNT) == experts.reference
+    wait_until(
+        lambda: experts.worker("cellar")["total"]["pair_count"] > before["earlier"]["pair_count"]
+    )
+    state = experts.state()
+    assert state["restart_count"] == 0
+    assert state["experts"]["dispatch"]["failed_call_count"] == 0
+
+
+def test_only_the_end_of_the_dispatch_process_starts_the_deployment_again(
+    experts: Experts, url: str
+) -> None:
+    ours = experts.swarm.processes()
+    dispatch = next(p for p in ours if "linkcpp.dispatch" in p.cmdline())
+    dispatch.kill()
+    wait_until(lambda: experts.state()["restart_count"] == 1)
+    wait_until(lambda: experts.state()["phase"] == "ready")
+    assert any("dispatch process" in text for text in experts.notices())
+    assert tokens(url, count=COUNT) == experts.reference
+
+
+def test_a_slice_stays_on_its_node_for_the_next_launch(experts: Experts, url: str) -> None:
+    experts.swarm.run("stop", NAME)
+    plan = experts.swarm.home / "state" / "deployments" / NAME / "plan.json"
+    kept = experts.swarm.folder / "again.json"
+    kept.write_text(plan.read_text())
+    before = experts.worker("attic")["transferred_bytes"]
+    port = url.rsplit(":", 1)[1]
+    words = ("--templates", experts.templates, "--fallback-memory", "0")
+    experts.swarm.run("launch", str(kept), "--name", NAME, "--port", port, "--no-mdns", *words)
+    assert experts.worker("attic")["transferred_bytes"] == before
+    assert tokens(url, count=COUNT) == experts.reference

@@ -1,0 +1,221 @@
+"""The front of mode experts before a llama-server of the test's own, which can be made to lie."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from linkcpp.dispatch.failures import FailureCounter
+from linkcpp.launch.experts.front import FrontConfig, run_front
+
+CONTROL_TOKEN = "control"
+STATUS: dict[str, Any] = {
+    "workers": [], "fallback": None, "missing_expert_count": 1, "graph_count": 0,
+    "compiled_count": 0, "client_count": 0, "dropped_bytes": 0, "call_count": 0, "pair_count": 0,
+    "rerouted_pair_count": 0, "failed_pair_count": 2, "failed_call_count": 1, "late_count": 0,
+    "nonsense_count": 0, "read_seconds": 0, "swarm_seconds": 0,
+    "failures": [{"layer": 3, "experts": [4, 5, 9]}],
+}  # fmt: skip
+
+
+class Engine:
+    """Plays llama-server and the control of the dispatch process."""
+
+    def __init__(self, counter: FailureCounter) -> None:
+        self.counter = counter
+        self.erased: list[str] = []
+        self.headers: dict[str, str] = {}
+        self.bodies: list[bytes] = []
+        self.released = asyncio.Event()
+        self.aborted = asyncio.Event()
+        self.begun = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        request = Request(scope, receive)
+        answer = await self._answer(request)
+        await answer(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        path = request.url.path
+        self.headers = dict(request.headers)
+        if path == "/status":
+            assert request.headers["authorization"] == f"Bearer {CONTROL_TOKEN}"
+            return JSONResponse(STATUS)
+        if path.startswith("/slots/"):
+            self.erased.append(f"{path}?{request.url.query}")
+            return JSONResponse({})
+        self.bodies.append(await request.body())
+        if path == "/stream":
+            return StreamingResponse(self._events(), media_type="text/event-stream")
+        if path == "/fail":
+            self.counter.raise_by_one()
+        return JSONResponse({"path": str(request.url.path), "query": request.url.query})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        try:
+            yield b"data: one\n\n"
+            self.begun.set()
+            await self.released.wait()
+            yield b"data: two\n\n"
+        except asyncio.CancelledError:
+            self.aborted.set()
+            raise
+
+
+@contextlib.asynccontextmanager
+async def served(app: Any) -> AsyncIterator[int]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    )
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+@pytest.fixture
+async def front(tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Engine]]:
+    path = tmp_path / "failures"
+    engine = Engine(FailureCounter(path, is_writer=True))
+    async with served(engine) as engine_port:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        config = FrontConfig(
+            host="127.0.0.1", port=port, engine_port=engine_port, slot_count=2,
+            api_key_file=None, failure_counter=path, control_port=engine_port,
+            control_token=CONTROL_TOKEN,
+        )  # fmt: skip
+        running = asyncio.create_task(run_front(config))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            await until(lambda: listens(port))
+            yield client, engine
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - another process or thread makes it so
+            await asyncio.sleep(0.01)
+
+
+Front = tuple[httpx.AsyncClient, Engine]
+
+
+async def test_requests_and_answers_pass_through_as_they_are(front: Front) -> None:
+    client, engine = front
+    answer = await client.post("/v1/a%20b?x=1&y=%2F", json={"n": 1}, headers={"X-Mine": "yes"})
+    assert answer.json() == {"path": "/v1/a b", "query": "x=1&y=%2F"}
+    assert engine.headers["x-mine"] == "yes"
+    assert json.loads(engine.bodies[-1]) == {"n": 1}
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_events_come_one_by_one(front: Front) -> None:
+    client, engine = front
+    async with client.stream("POST", "/stream", json={}) as answer:
+        pieces = answer.aiter_bytes()
+        assert await anext(pieces) == b"data: one\n\n"
+        engine.released.set()
+        assert await anext(pieces) == b"data: two\n\n"
+        assert [piece async for piece in pieces] == []
+
+
+async def test_a_client_that_goes_away_ends_the_request_at_llama_server(front: Front) -> None:
+    client, engine = front
+    async with client.stream("POST", "/stream", json={}) as answer:
+        await anext(answer.aiter_bytes())
+    await asyncio.wait_for(engine.aborted.wait(), 20)
+
+
+async def test_a_failed_request_is_a_503_that_names_the_experts(front: Front) -> None:
+    client, engine = front
+    answer = await client.post("/fail", json={})
+    assert answer.status_code == 503
+    error = answer.json()["error"]
+    assert error["missing_experts"] == [{"layer": 3, "experts": [4, 5, 9]}]
+    assert "4-5,9 of layer 3" in error["message"]
+    assert answer.headers["retry-after"]
+    await until(lambda: len(engine.erased) == 2)
+    assert engine.erased == ["/slots/0?action=erase", "/slots/1?action=erase"]
+
+
+async def test_a_stream_that_fails_ends_with_an_error_and_without_the_wrong_words(
+    front: Front,
+) -> None:
+    client, engine = front
+    async with client.stream("POST", "/stream", json={}) as answer:
+        assert answer.status_code == 200
+        pieces = answer.aiter_bytes()
+        assert await anext(pieces) == b"data: one\n\n"
+        engine.counter.raise_by_one()
+        engine.released.set()
+        rest = b"".join([piece async for piece in pieces])
+    assert b"two" not in rest
+    event = json.loads(rest.removeprefix(b"data: "))
+    assert event["error"]["code"] == 503
+    assert rest.endswith(b"\n\n")
+
+
+async def test_a_stream_that_says_nothing_is_ended_as_well(front: Front) -> None:
+    client, engine = front
+    async with client.stream("POST", "/stream", json={}) as answer:
+        pieces = answer.aiter_bytes()
+        await anext(pieces)
+        engine.counter.raise_by_one()
+        assert b'"code": 503' in b"".join([piece async for piece in pieces])
+    await asyncio.wait_for(engine.aborted.wait(), 20)
+
+
+async def test_the_next_request_waits_until_llama_server_has_forgotten(front: Front) -> None:
+    client, engine = front
+    assert (await client.post("/fail", json={})).status_code == 503
+    assert (await client.post("/next", json={})).status_code == 200
+    assert len(engine.erased) == 2
+
+
+async def test_slots_cannot_be_restored_from_outside(front: Front) -> None:
+    client, engine = front
+    answer = await client.post("/slots/0?action=restore", json={"filename": "x"})
+    assert answer.status_code == 501
+    assert engine.erased == []
+
+
+async def test_a_llama_server_that_is_gone_is_a_502(tmp_path: Path) -> None:
+    path = tmp_path / "failures"
+    FailureCounter(path, is_writer=True)
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            ports.append(probe.getsockname()[1])
+    config = FrontConfig(
+        host="127.0.0.1", port=ports[0], engine_port=ports[1], slot_count=1, api_key_file=None,
+        failure_counter=path, control_port=ports[1], control_token="",
+    )  # fmt: skip
+    running = asyncio.create_task(run_front(config))
+    await until(lambda: listens(ports[0]))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}") as client:
+        answer = await client.post("/v1/completions", json={})
+    assert answer.status_code == 502
+    assert "llama-server does not answer" in answer.json()["error"]["message"]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
