@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from linkcpp.planning.costs import Costs, Windows
+from linkcpp.planning.evening import evened
 from linkcpp.planning.offers import Offer
 from linkcpp.planning.problem import Floats, Group, Integers, Problem
 from linkcpp.planning.records import MOST_DEVICES
@@ -93,10 +94,14 @@ def _regimes(*, pipelines: bool, least_remote: int) -> Iterator[_Regime]:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A group of the solver, whose devices they are, and how many layers each window keeps."""
+    """A group of the solver, whose devices they are, and how many layers each window keeps.
+
+    ``fills`` is the part of a device's room that each window takes.
+    """
 
     group: Group
     offers: tuple[Offer, ...]
+    fills: Floats
     kept: Integers | None = None
 
     def held(self, member: int, first: int, last: int) -> Held:
@@ -137,6 +142,9 @@ def _place_in(
     solution = solve(problem, below=below, any_cover=any_placement)
     if solution is None:
         return None
+    if not any_placement:
+        fills = [candidate.fills for candidate in candidates]
+        solution = evened(problem, fills, solution)
     used: Counter[int] = Counter()
     held = []
     for chosen in solution.windows:
@@ -157,12 +165,26 @@ def _candidates(
     host, cards = local[0], local[1:]
     windows = costs.windows(is_pipeline=regime.is_pipeline)
     if regime.has_host_window:
-        yield _Candidate(_host_group(costs, host, ram_bytes, regime), (host,))
+        group = _host_group(costs, host, ram_bytes, regime)
+        base = host.budget_bytes - ram_bytes
+        yield _Candidate(group, (host,), (base + group.shared_bytes) / max(host.budget_bytes, 1))
     for card in cards:
         group, kept = _card_group(costs, card, host, windows, ram_bytes)
-        yield _Candidate(group, (card,), kept)
+        sizes = windows.device_bytes[_rows(windows, group)]
+        yield _Candidate(group, (card,), np.minimum(1.0, sizes / max(card.budget_bytes, 1)), kept)
     for offers in _alike(_undominated(remote, windows), windows):
-        yield _Candidate(_remote_group(offers, windows), tuple(offers))
+        group = _remote_group(offers, windows)
+        sizes = windows.device_bytes[_rows(windows, group)]
+        yield _Candidate(group, tuple(offers), sizes / max(offers[0].budget_bytes, 1))
+
+
+def _rows(windows: Windows, group: Group) -> Integers:
+    """Where a group's windows are in the table of all, which is sorted by first and last slot."""
+    slots = int(windows.last.max())
+    rows: Integers = np.searchsorted(
+        windows.first * (slots + 1) + windows.last, group.first * (slots + 1) + group.last
+    )
+    return rows
 
 
 def _host_group(costs: Costs, host: Offer, ram_bytes: int, regime: _Regime) -> Group:
