@@ -29,6 +29,16 @@ class Architecture:
             return default
         return self._checked(key, value)
 
+    def positive(self, key: str) -> int:
+        """One whole number that cannot be 0."""
+        return self._not_zero(key, self.number(key))
+
+    def positive_of_layer(self, key: str, layer: int) -> int:
+        """The number for one layer, which must be there and cannot be 0."""
+        if not self.has(key):
+            raise self._wrong(key, "it is missing")
+        return self._not_zero(key, self.layer_number(key, layer, 0))
+
     def layer_number(self, key: str, layer: int, default: int) -> int:
         """The number for one layer, where the key may hold one value or one value a layer."""
         value = self.metadata.get(f"{self.name}.{key}")
@@ -52,6 +62,11 @@ class Architecture:
         if value is None:
             raise self._wrong(key, "it is missing")
         raise self._wrong(key, f"{str(value)[:40]} is no sensible number")
+
+    def _not_zero(self, key: str, number: int) -> int:
+        if not number:
+            raise self._wrong(key, "0 is no sensible number")
+        return number
 
     def _wrong(self, key: str, why: str) -> LinkcppError:
         return LinkcppError(

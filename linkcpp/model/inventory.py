@@ -253,7 +253,7 @@ def _shape(
     return ModelShape(
         architecture=architecture.name,
         layer_count=len(layers),
-        hidden_size=number("embedding_length"),
+        hidden_size=architecture.positive("embedding_length"),
         feed_forward_size=number("feed_forward_length", 0),
         expert_feed_forward_size=number("expert_feed_forward_length", 0),
         expert_count=max((layer.expert_count for layer in layers), default=0),

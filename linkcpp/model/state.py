@@ -88,7 +88,7 @@ def _uses_cache_of_another(architecture: Architecture, layer: int) -> bool:
 
 def _cache_widths(architecture: Architecture, layer: int, *, slides: bool) -> tuple[int, int]:
     """Elements per token of the K and the V cache."""
-    heads = architecture.layer_number("attention.head_count", layer, 0)
+    heads = architecture.positive_of_layer("attention.head_count", layer)
     key_heads = architecture.layer_number("attention.head_count_kv", layer, heads)
     usual = architecture.number("embedding_length") // max(
         architecture.layer_number("attention.head_count", 0, 0), 1

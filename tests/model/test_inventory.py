@@ -256,6 +256,17 @@ REFUSED: dict[str, tuple[list[bytes], list[raw.Tensor], str]] = {
         [BLOCK],
         "promises 2147483647 layers",
     ),
+    "a width of nothing": (
+        [*LLAMA[:2], raw.u32("llama.embedding_length", 0), LLAMA[3]],
+        [BLOCK],
+        r"llama\.embedding_length: 0 is no sensible number",
+    ),
+    "no number of heads": (LLAMA[:3], [BLOCK], r"llama\.attention\.head_count: it is missing"),
+    "no heads": (
+        [*LLAMA[:3], raw.u32("llama.attention.head_count", 0)],
+        [BLOCK],
+        r"llama\.attention\.head_count: 0 is no sensible number",
+    ),
     "a number that is text": (
         [*LLAMA[:2], raw.text("llama.embedding_length", "many"), LLAMA[3]],
         [BLOCK],

@@ -1,5 +1,7 @@
 """Models behind HTTP: only the header crosses the network, and bad servers are named."""
 
+import contextlib
+import threading
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,28 @@ def test_a_bad_server_is_named(server: Server, model_url: str, which: str) -> No
     server.answers["/repo/model.gguf"] = answer
     with pytest.raises(LinkcppError, match=words) as caught:
         read_inventory(model_url)
+    assert caught.value.hint
+
+
+def test_a_server_that_drips_its_head_is_given_up(
+    server: Server, model_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drip(handler: Handler, data: bytes) -> None:
+        handler.send_response(206)
+        handler.flush_headers()
+        handler.connection.settimeout(5)
+        with contextlib.suppress(OSError):
+            while not given_up.wait(0.02):
+                handler.wfile.write(b"X-Patience: is a virtue\r\n"[:1])
+
+    given_up = threading.Event()
+    monkeypatch.setattr("linkcpp.model.web_source.HEAD_SECONDS", 0.3)
+    server.answers["/repo/model.gguf"] = drip
+    try:
+        with pytest.raises(LinkcppError, match="no whole answer within") as caught:
+            read_inventory(model_url)
+    finally:
+        given_up.set()
     assert caught.value.hint
 
 
