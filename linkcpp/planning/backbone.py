@@ -9,7 +9,7 @@ import numpy as np
 from linkcpp.cluster.records import Cluster
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import LayerKind, LayerRecord, ModelInventory, TensorRole
-from linkcpp.planning.costs import Costs, loads_next_token_blocks
+from linkcpp.planning.costs import Costs, loads_next_token_blocks, pipelines_remote_devices
 from linkcpp.planning.expert_problem import ExpertProblem, LayerClass
 from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers
 from linkcpp.planning.problem import Floats
@@ -140,17 +140,20 @@ def settings(
     costs = backbone_costs(inventory, cluster, options)
     local = coordinator_offers(cluster, options)
     remote = remote_offers(cluster, options)
+    pipelines = pipelines_remote_devices(cluster.coordinator.engine)
     for offer in local:
-        backbone = _backbone(costs, offer, local[0])
+        backbone = _backbone(costs, offer, local[0], pipelines=pipelines)
         if backbone is not None:
             holders = tuple(_holders(backbone, local, remote))
             yield _setting(backbone, holders, classes)
 
 
-def _backbone(costs: Costs, offer: Offer, host: Offer) -> Backbone | None:
+def _backbone(costs: Costs, offer: Offer, host: Offer, *, pipelines: bool) -> Backbone | None:
     slots = costs.slots if offer.is_host else 0
+    # A card and the virtual device are two devices with all layers on them (see ``buffers``).
+    is_pipeline = pipelines and not offer.is_host
     host_memory = costs.host_memory(
-        slots, is_pipeline=False, available=host.available_bytes, reserve=host.reserve_bytes
+        slots, is_pipeline=is_pipeline, available=host.available_bytes, reserve=host.reserve_bytes
     )
     host_memory = host_memory.model_copy(
         update={"compute_bytes": host_memory.compute_bytes + DISPATCH_BYTES}
@@ -160,7 +163,7 @@ def _backbone(costs: Costs, offer: Offer, host: Offer) -> Backbone | None:
         memory = costs.device_memory(
             0,
             costs.slots,
-            is_pipeline=False,
+            is_pipeline=is_pipeline,
             available=offer.available_bytes,
             reserve=offer.reserve_bytes,
         )
