@@ -8,9 +8,17 @@ from linkcpp.engine.rpc_server import rpc_server_spec
 from linkcpp.launch.decisions import remote_stages
 from linkcpp.launch.folder import deployment_folder
 from linkcpp.launch.records import LaunchRequest
-from linkcpp.launch.rendering import llama_server_command
+from linkcpp.launch.rendering import llama_server_command, with_slots
+from linkcpp.model.slices.segments import describe
 from linkcpp.node.records import ServerRequest
 from linkcpp.planning.arguments import server_arguments
+from linkcpp.planning.records import ExpertShare, Plan, PlanMode
+
+# Their configurations hold tokens, and are removed once they were read.
+_EXPERTS_PROGRAMS = (
+    ("<python>", "-P", "-m", "linkcpp.dispatch", "<configuration>"),
+    ("<python>", "-P", "-m", "linkcpp.launch.experts.front", "<configuration>"),
+)
 
 
 class PlannedServer(Record):
@@ -19,6 +27,20 @@ class PlannedServer(Record):
     node_name: str
     urls: tuple[str, ...]
     request: ServerRequest
+    command: tuple[str, ...]
+
+
+class PlannedWorker(Record):
+    """A worker of mode ``experts``; the slice that it needs is brought to its node before.
+
+    ``slice_bytes`` is what its experts take, ``experts`` names them as ``linkcpp slice`` does.
+    """
+
+    node_name: str
+    urls: tuple[str, ...]
+    device: str
+    slice_bytes: int
+    experts: tuple[str, ...]
     command: tuple[str, ...]
 
 
@@ -31,13 +53,15 @@ class PlannedFile(Record):
 
 
 class Preview(Record):
-    """Every request, command and file of a launch, in order.
+    """Every request, command and file of a launch, in order. ``programs`` start before ``command``.
 
     Placeholders in angle brackets stand for what only the start tells.
     """
 
     name: str
     servers: tuple[PlannedServer, ...]
+    workers: tuple[PlannedWorker, ...] = ()
+    programs: tuple[tuple[str, ...], ...] = ()
     command: tuple[str, ...]
     files: tuple[PlannedFile, ...]
 
@@ -51,21 +75,39 @@ def preview(request: LaunchRequest, *, program: str) -> Preview:
     plan = request.plan
     stages = remote_stages(plan)
     endpoints = {index: f"127.0.0.1:<port of tunnel {index}>" for index in stages}
+    is_experts = plan.mode is PlanMode.EXPERTS
+    experts_at = "127.0.0.1:<port of the virtual device>" if is_experts else None
+    placement = server_arguments(plan, endpoints, experts_at=experts_at)
+    if is_experts:
+        placement = with_slots(placement, deployment_folder(request.name).path / "slots")
     command = llama_server_command(
         program=program,
-        model_path=request.model_path,
+        model_path="<hollow backbone>" if is_experts else request.model_path,
         model_name=request.name,
-        placement=server_arguments(plan, endpoints),
-        host=request.host,
-        port=request.port or "<free port>",
+        placement=placement,
+        host="127.0.0.1" if is_experts else request.host,
+        port="<port behind the front>" if is_experts else request.port or "<free port>",
         api_key_file=request.api_key_file,
         own_templates=request.templates_folder,
     )
     return Preview(
         name=request.name,
         servers=tuple(_server(request, index) for index in stages),
+        workers=tuple(_worker(plan, share) for share in plan.expert_shares),
+        programs=_EXPERTS_PROGRAMS if is_experts else (),
         command=command,
         files=_files(request, command),
+    )
+
+
+def _worker(plan: Plan, share: ExpertShare) -> PlannedWorker:
+    return PlannedWorker(
+        node_name=share.node_name,
+        urls=() if share.is_coordinator else plan.node_urls.get(share.node_id, ()),
+        device=share.device,
+        slice_bytes=share.memory.weight_bytes,
+        experts=describe(share.segments),
+        command=("<python>", "-P", "-m", "linkcpp.worker", "<configuration>"),
     )
 
 

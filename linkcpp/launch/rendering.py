@@ -101,6 +101,11 @@ def llama_server_command(
     return command
 
 
+def with_slots(placement: Sequence[str], folder: Path) -> tuple[str, ...]:
+    """Add what mode ``experts`` needs: slots can be erased only where they could also be saved."""
+    return (*placement, "--slot-save-path", f"{folder}/")
+
+
 def arguments_of(text: str) -> tuple[str, ...]:
     """Return the arguments of a rendered template: one a line, without comments and empty lines."""
     lines = (line.lstrip() for line in text.split("\n"))

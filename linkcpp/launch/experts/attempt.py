@@ -30,6 +30,7 @@ from linkcpp.launch.finding import FoundNode, find_node
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.journal import Journal
 from linkcpp.launch.records import Phase
+from linkcpp.launch.rendering import with_slots
 from linkcpp.launch.surroundings import Surroundings
 from linkcpp.launch.watch import watch_engine
 from linkcpp.planning.arguments import server_arguments
@@ -230,7 +231,7 @@ class ExpertsAttempt(Attempt):
         slots = self._folder.path / "slots"
         slots.mkdir(mode=0o700, exist_ok=True)
         server = await self._surroundings.start_llama_server(
-            self._placement(dispatcher.endpoint, slots),
+            with_slots(server_arguments(self._plan, {}, experts_at=dispatcher.endpoint), slots),
             self._note_line,
             model_path=str(backbone.path),
             host=LOOPBACK,
@@ -239,11 +240,6 @@ class ExpertsAttempt(Attempt):
         self._resources.llama_server = server
         self._journal.emit(EngineStarted(server.identity))
         self._watch(watch_engine(server))
-
-    def _placement(self, endpoint: str, slots: Path) -> tuple[str, ...]:
-        placement = server_arguments(self._plan, {}, experts_at=endpoint)
-        # llama-server lets slots be erased only where they could also be saved.
-        return (*placement, "--slot-save-path", f"{slots}/")
 
     async def _prove(self) -> None:
         self._journal.emit(PhaseEntered(Phase.PROVING))
