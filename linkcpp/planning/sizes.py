@@ -4,7 +4,6 @@ Nodes are asked for the plan's bytes, and what they then hold is compared with i
 does not belong to its layers would come out only after the whole model was loaded.
 """
 
-from linkcpp.common.units import format_bytes
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.costs import Costs, loads_next_token_blocks
 from linkcpp.planning.records import DeviceMemory, Plan, PlanMode, Stage
@@ -37,8 +36,8 @@ def missized(plan: Plan, inventory: ModelInventory) -> str | None:
     for where, planned, real in checks:
         if _held(planned) != _held(real):
             return (
-                f"{where} would hold {format_bytes(sum(_held(real)))} of weights, cache and state "
-                f"with its layers, not {format_bytes(sum(_held(planned)))}"
+                f"{where} would hold {sum(_held(real)):,} bytes of weights, cache and state with "
+                f"its layers, not {sum(_held(planned)):,}"
             )
     return None
 
