@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from linkcpp.cli.inspect import bar
+from linkcpp.cli.output import window_text
 from linkcpp.cli.plan_experts_report import expert_explanation, expert_report, share_name
 from linkcpp.cli.plan_notes import parts_text, snapshot_note, weight_note
 from linkcpp.common.units import format_bytes
@@ -104,13 +105,7 @@ def _add_row(table: Table, name: str, device: str, layers: str, memory: DeviceMe
 
 def layers_text(stage: Stage) -> str:
     """Name a window: ``0-4``, ``22-29 + output``, ``0-47, experts of 0-20 in RAM``."""
-    parts = []
-    if stage.layer_count:
-        last = stage.first_layer + stage.layer_count - 1
-        parts.append(f"{stage.first_layer}-{last}" if last > stage.first_layer else str(last))
-    if stage.holds_output:
-        parts.append("output")
-    text = " + ".join(parts)
+    text = window_text(stage.first_layer, stage.layer_count, holds_output=stage.holds_output)
     if kept := stage.expert_layers_in_ram:
         span = f"{kept[0]}-{kept[-1]}" if len(kept) > 1 else str(kept[0])
         text += f", experts of {span} in RAM"

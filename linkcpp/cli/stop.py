@@ -34,9 +34,10 @@ def stop(
     results = {}
     for folder in folders:
         results[folder.name] = stop_deployment(folder)
-        if not as_json:
+        was_live = results[folder.name] is not StopResult.WAS_STOPPED
+        if not as_json and (was_live or not every):
             console().print(f"{folder.name}: {_WORDS[results[folder.name]]}")
     if as_json:
         print_json({deployment: result.value for deployment, result in results.items()})
-    elif not folders:
+    elif every and set(results.values()) <= {StopResult.WAS_STOPPED}:
         console().print("There is nothing to stop.")

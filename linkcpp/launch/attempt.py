@@ -185,7 +185,9 @@ class Attempt:
                 self._resources.servers[index] = (node, await creation)
             raise
         except NodeError as error:
-            message = f"{stage.node_name} does not start an rpc-server: {error.message}"
+            message = f"{stage.node_name} does not start an rpc-server: {error.told}"
+            if error.code == "insufficient_memory":
+                message = error.told
             raise StepRefusedError(
                 message, hint=error.hint, nodes=frozenset({stage.node_id})
             ) from error
@@ -261,8 +263,8 @@ class Attempt:
         if problems:
             raise LinkcppError(
                 f"The model is not split as planned: {'; '.join(problems)}.",
-                hint="`linkcpp logs` shows what llama-server did instead; a template of your own "
-                "or a patched engine can be the reason.",
+                hint=f"`linkcpp logs {self._request.name}` shows what llama-server did instead; a "
+                "template of your own or a patched engine can be the reason.",
             )
         return replace(observed, split_is_proved=True)
 

@@ -1,5 +1,6 @@
 """What to do next, and what to do after a failure. Pure: plain data in, a decision out."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -96,7 +97,7 @@ class Failure:
 
     ``lost_nodes`` do not answer any more (or refused what they were asked); ``broken_links`` are
     nodes that answer though their link to a server broke. ``is_final`` marks what starting again
-    cannot mend.
+    cannot mend. ``has_served`` tells whether the deployment was ready at any time before.
     """
 
     at_seconds: float
@@ -105,6 +106,7 @@ class Failure:
     lost_nodes: frozenset[NodeId] = frozenset()
     broken_links: frozenset[NodeId] = frozenset()
     is_final: bool = False
+    has_served: bool = True
 
 
 @dataclass(frozen=True)
@@ -158,14 +160,22 @@ def recover(plan: Plan, history: History, failure: Failure) -> Recovery:
         return Recovery(after, action=GiveUp(failure.reason, failure.hint))
     if len(recent) >= RESTART_LIMIT:
         reason = f"{failure.reason}; that was failure {len(after.failures)} in a short time"
-        hint = failure.hint or "`linkcpp logs` shows what the programs said."
-        return Recovery(after, action=GiveUp(reason, hint))
+        return Recovery(after, action=GiveUp(reason, failure.hint))
+    if not failure.has_served and recent and _is_alike(failure, recent[-1]):
+        reason = f"{failure.reason}, and the same again at the second try"
+        return Recovery(after, action=GiveUp(reason, failure.hint))
     names = remote_nodes(plan)
     without = ", ".join(sorted(names.get(node, node) for node in dropped))
     again = f"starting again without {without}" if without else "starting again"
     pause = min(FIRST_PAUSE_SECONDS * 2 ** len(recent), LONGEST_PAUSE_SECONDS)
     action = StartAgain(pause, bool(dropped), f"{failure.reason}; {again}")
     return Recovery(after, action=action)
+
+
+def _is_alike(failure: Failure, earlier: Failure) -> bool:
+    """Whether an earlier try ended in the same way. Ports and sizes in the words may differ."""
+    words, words_before = (re.sub(r"\d+", "0", each.reason) for each in (failure, earlier))
+    return words == words_before and not failure.lost_nodes
 
 
 def unproved_stages(plan: Plan, stages: Sequence[StageState]) -> list[str]:

@@ -10,7 +10,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.experts.records import WorkerState
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.records import StageState
-from linkcpp.node.client import NodeClient
+from linkcpp.node.client import NodeClient, NodeRefusedError
 
 FOLLOW_SECONDS = 0.5
 NODE_SECONDS = 5.0
@@ -89,6 +89,9 @@ async def remote_tail(program: Remote, lines: int) -> LogPart:
     try:
         async with NodeClient(program.url, load_token(), timeout_seconds=NODE_SECONDS) as client:
             text = await _fetch(client, program, lines)
+    except NodeRefusedError as error:
+        is_gone = error.code in ("unknown_server", "unknown_worker")
+        return LogPart(source, ("(already stopped)" if is_gone else f"({error.told})",))
     except LinkcppError as error:
         return LogPart(source, (f"({error.message})",))
     return LogPart(source, tuple(text.splitlines()))

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from linkcpp.cluster.records import NodeId
@@ -87,13 +88,14 @@ class _Supervision:
             self._folder.write_plan(plan)
             # Also where the plan is the old one: what its stages held has gone with the attempt.
             self._journal.emit(PlanAdopted(plan, self._names(history.excluded)))
-            failure = await self._attempt(plan)
+            ended = await self._attempt(plan)
+            failure = replace(ended, has_served=self._has_served)
             recovery = recover(plan, history, failure)
             history, action = recovery.history, recovery.action
             if isinstance(action, GiveUp):
-                self._journal.emit(
-                    PhaseEntered(Phase.FAILED, _sentence(action.reason), action.hint)
-                )
+                logs = f"`linkcpp logs {self._folder.name}` shows what the programs said."
+                hint = action.hint or logs
+                self._journal.emit(PhaseEntered(Phase.FAILED, _sentence(action.reason), hint))
                 return
             self._journal.emit(PhaseEntered(Phase.RECOVERING, action.sentence))
             self._journal.emit(Restarted())

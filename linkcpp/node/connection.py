@@ -39,11 +39,17 @@ _R = TypeVar("_R", bound=Record)
 
 
 class NodeError(LinkcppError):
-    """A call to a node agent failed; ``code`` is that of ``ErrorBody`` where the agent answered."""
+    """A call to a node agent failed; ``code`` is that of ``ErrorBody`` where the agent answered.
 
-    def __init__(self, message: str, *, hint: str | None = None, code: str) -> None:
+    ``told`` is what the agent said, without its address.
+    """
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, code: str, told: str | None = None
+    ) -> None:
         super().__init__(message, hint=hint)
         self.code = code
+        self.told = told or message
 
 
 class NodeUnreachableError(NodeError):
@@ -237,7 +243,7 @@ class NodeConnection:
                 hint=_HINT_TOKEN,
                 code=told.code,
             )
-        return NodeRefusedError(f"{self.url}: {message}", hint=hint, code=told.code)
+        return NodeRefusedError(f"{self.url}: {message}", hint=hint, code=told.code, told=message)
 
     def _parse(self, record: type[_R], body: bytes) -> _R:
         try:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from linkcpp.cluster.measure import CPU, Promise
 from linkcpp.cluster.records import NodeDevice, NodeRecord
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
 from linkcpp.node.records import WORKER_SCRATCH_BYTES, ErrorBody
 
@@ -70,8 +71,12 @@ def promised(servers: Iterable[tuple[str, int, int, int]]) -> dict[str, Promise]
     return totals
 
 
-def check_request(device_name: str, memory_bytes: int, node: NodeRecord) -> NodeDevice:
+def check_request(
+    device_name: str, memory_bytes: int, node: NodeRecord, *, served: Iterable[str] = ()
+) -> NodeDevice:
     """Decide whether a node can give memory of a device.
+
+    ``served`` are the deployments that have memory of it already.
 
     Raises:
         RefusedError: no engine that works, no such device, or more memory than the device offers.
@@ -89,13 +94,15 @@ def check_request(device_name: str, memory_bytes: int, node: NodeRecord) -> Node
             hint=f"It offers: {names}.",
         )
     if memory_bytes > device.offered_bytes:
-        short = memory_bytes - device.offered_bytes
+        free, needed = format_bytes(device.offered_bytes), format_bytes(memory_bytes)
+        if free == needed:
+            free, needed = f"{device.offered_bytes} bytes", f"{memory_bytes}"
+        names = ", ".join(repr(printable(name)) for name in dict.fromkeys(served))
         raise RefusedError(
             409,
             "insufficient_memory",
-            f"{device.name} of {node.name} offers {format_bytes(device.offered_bytes)} "
-            f"({device.offered_bytes} bytes), {format_bytes(short)} less than the "
-            f"{format_bytes(memory_bytes)} ({memory_bytes} bytes) asked for.",
+            f"{node.name} has {free} free on {device.name} and this needs {needed}"
+            f"{f'; it already serves {names}' if names else ''}.",
             hint="Stop another deployment there, raise the owner's limit (`linkcpp node "
             "--memory`), or plan again.",
         )

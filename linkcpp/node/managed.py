@@ -138,6 +138,10 @@ class Manager(Generic[M]):
         """Tell what running programs may take and what they hold."""
         return (item.holding for item in self._items.values() if item.is_alive)
 
+    def deployments(self) -> Iterator[str]:
+        """Name whom running programs serve."""
+        return (item.deployment for item in self._items.values() if item.is_alive)
+
     def get(self, key: str) -> M:
         """Find a program.
 

@@ -128,7 +128,12 @@ class ServerManager(Manager[ManagedServer]):
         # One at a time: two requests must not both be promised the same bytes.
         async with self._promising:
             self._check_open()
-            check_request(request.device, request.memory_bytes, await self._describe())
+            check_request(
+                request.device,
+                request.memory_bytes,
+                await self._describe(),
+                served=self.deployments(),
+            )
             server = ManagedServer(request, self._overhead_bytes, self._log_folder)
             self._add(server)
             return server

@@ -203,7 +203,7 @@ class WorkerManager(Manager[ManagedWorker]):
             memory_bytes = worker_memory_bytes(request.memory_bytes, slab_bytes)
             # What a node offers leaves out the overhead of one more rpc-server already.
             besides = overhead_bytes - self._server_overhead_bytes if request.device == CPU else 0
-            check_request(request.device, memory_bytes + besides, node)
+            check_request(request.device, memory_bytes + besides, node, served=self.deployments())
             worker = ManagedWorker(
                 request,
                 slices,

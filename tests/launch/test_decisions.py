@@ -152,3 +152,29 @@ def test_a_node_that_holds_more_than_planned_is_told() -> None:
     held = 50 * MEGABYTE
     problems = unproved_stages(PLAN, _stages((held, held), (2 * held, 2 * held)))
     assert problems == ["node b holds 100 MB on CPU instead of 50.0 MB"]
+
+
+def test_a_first_launch_that_fails_twice_in_the_same_way_is_not_tried_again() -> None:
+    refused = Failure(
+        1.0,
+        "unable to allocate RPC0[127.0.0.1:4001] buffer",
+        broken_links=frozenset({A}),
+        has_served=False,
+    )
+    first = recover(PLAN, History(), refused)
+    assert isinstance(first.action, StartAgain)
+    alike = replace(refused, reason="unable to allocate RPC0[127.0.0.1:4207] buffer")
+    second = recover(PLAN, first.history, alike)
+    assert isinstance(second.action, GiveUp)
+    assert "the same again" in second.action.reason
+    other = recover(PLAN, first.history, replace(refused, reason="llama-server stopped"))
+    assert isinstance(other.action, StartAgain)
+    served = recover(PLAN, first.history, replace(alike, has_served=True))
+    assert isinstance(served.action, StartAgain)
+
+
+def test_a_first_launch_that_loses_two_nodes_goes_on_without_them() -> None:
+    lost = Failure(1.0, "node 1 went away", lost_nodes=frozenset({A}), has_served=False)
+    first = recover(PLAN, History(), lost)
+    again = replace(lost, reason="node 2 went away", lost_nodes=frozenset({B}))
+    assert isinstance(recover(PLAN, first.history, again).action, StartAgain)

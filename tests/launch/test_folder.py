@@ -18,6 +18,8 @@ from linkcpp.launch.events import (
     first_state,
 )
 from linkcpp.launch.folder import (
+    all_deployments,
+    current_deployments,
     deployment_folder,
     existing_deployment,
     identity_of,
@@ -73,10 +75,40 @@ def test_the_only_deployment_needs_no_name_and_several_do() -> None:
     deployment_folder("one").write_state(_state("one"))
     assert existing_deployment(None).name == "one"
     deployment_folder("two").write_state(_state("two"))
-    with pytest.raises(LinkcppError, match="There are several deployments"):
+    with pytest.raises(LinkcppError, match="Several deployments are live"):
         existing_deployment(None)
     with pytest.raises(LinkcppError, match="There is no deployment 'three'"):
         existing_deployment("three")
+
+
+def test_deployments_that_have_ended_do_not_get_in_the_way_of_live_ones() -> None:
+    ended = apply(_state("old"), PhaseEntered(Phase.FAILED, "x"), now=200.0)
+    deployment_folder("old").write_state(ended)
+    assert existing_deployment(None).name == "old"
+    deployment_folder("live").write_state(_state("live"))
+    assert existing_deployment(None).name == "live"
+    assert existing_deployment("old").name == "old"
+    deployment_folder("live").write_state(
+        apply(_state("live"), PhaseEntered(Phase.STOPPED), now=300.0)
+    )
+    os.utime(deployment_folder("old").state_file, (1.0, 1.0))
+    assert [folder.name for folder in current_deployments()] == ["live"]
+
+
+def test_a_forgotten_deployment_is_on_no_list_and_keeps_its_logs() -> None:
+    folder = deployment_folder("gone")
+    folder.write_state(_state("gone"))
+    folder.supervisor_log.write_text("x")
+    folder.forget()
+    assert all_deployments() == []
+    assert folder.supervisor_log.read_text() == "x"
+
+
+def test_a_deployment_that_never_loaded_a_model_can_be_told() -> None:
+    state = apply(_state(), PhaseEntered(Phase.CHECKING), now=101.0)
+    assert not apply(state, PhaseEntered(Phase.FAILED, "x"), now=102.0).has_loaded
+    loading = apply(state, PhaseEntered(Phase.LOADING), now=102.0)
+    assert apply(loading, PhaseEntered(Phase.FAILED, "x"), now=103.0).has_loaded
 
 
 def test_a_state_of_another_version_is_refused_by_name() -> None:

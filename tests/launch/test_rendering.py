@@ -99,3 +99,8 @@ def test_a_systemd_unit_quotes_what_systemd_would_expand() -> None:
     )
     assert 'ExecStart=/usr/bin/linkcpp launch "/plans/100%% mine/$$p.json" --foreground' in unit
     assert 'Environment="LINKCPP_HOME=/home/a b"' in unit
+
+
+def test_the_home_of_a_user_that_there_is_not_is_one_sentence() -> None:
+    with pytest.raises(LinkcppError, match="no home folder for nobody-has-this-name"):
+        templates_folder("~nobody-has-this-name/templates")

@@ -53,6 +53,9 @@ def _refusal(swarm: Swarm, plan: Path, *options: str, **variables: str) -> str:
     assert "way out:" in refused.stderr
     assert not refused.stdout
     wait_until(lambda: not swarm.processes())
+    # What was refused before anything ran is no deployment.
+    listed = swarm.run("status", "--all", "--json", code=0)
+    assert all(report["name"] != "no" for report in json.loads(listed.stdout))
     assert all(not agent.children() for agent in swarm.agents.values())
     return refused.stderr
 
@@ -108,11 +111,12 @@ def test_a_token_that_is_not_the_clusters(pair: Swarm, plan: Path, tmp_path: Pat
 def test_a_node_that_has_too_little_memory_now(pair: Swarm, changed: Any) -> None:
     def edit(plan: Any) -> None:
         stage = next(stage for stage in plan["stages"] if stage["node_name"] == "cellar")
-        stage["memory"]["kv_bytes"] = TERABYTE
+        stage["memory"] |= {"kv_bytes": TERABYTE, "available_bytes": 2 * TERABYTE}
 
     told = _refusal(pair, changed(edit))
-    assert "cellar does not start an rpc-server" in told
-    assert "1.00 TB" in told
+    assert "cellar has" in told
+    assert "and this needs 1.00 TB" in told
+    assert "http://" not in told
 
 
 def test_a_template_that_moves_layers(pair: Swarm, plan: Path, tmp_path: Path) -> None:

@@ -345,7 +345,7 @@ async def test_memory_that_is_not_there_is_refused_with_numbers(
         with pytest.raises(NodeRefusedError, match="needs at least") as error:
             await node.client.create_worker(request(held, memory_bytes=32 * MEBIBYTE))
         assert error.value.code == "too_little_memory"
-        with pytest.raises(NodeRefusedError, match="less than") as error:
+        with pytest.raises(NodeRefusedError, match="and this needs") as error:
             await node.client.create_worker(request(held, memory_bytes=700 * MEBIBYTE))
         assert error.value.code == "insufficient_memory"
         before = (await node.client.node()).devices[0].offered_bytes
