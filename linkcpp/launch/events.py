@@ -186,7 +186,7 @@ def _changes(state: DeploymentState, event: Event, now: float) -> dict[str, Any]
         case SupervisorStarted(process):
             return {"supervisor": process}
         case EngineStarted(process):
-            return {"llama_server": process}
+            return {"llama_server": process, "has_loaded": True}
         case EngineStopped():
             return {"llama_server": None}
         case Restarted():
@@ -202,8 +202,6 @@ def _enter(
 ) -> dict[str, Any]:
     changes: dict[str, Any] = {"phase": phase, "detail": detail, "hint": hint}
     changes["ready_at"] = now if phase is Phase.READY else None
-    if phase is Phase.LOADING:
-        changes["has_loaded"] = True
     if detail:
         changes["notices"] = _noticed(state, detail, now)
     return changes

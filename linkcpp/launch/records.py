@@ -116,7 +116,7 @@ class DeploymentState(Record):
     """A deployment as its supervisor last wrote it.
 
     The file alone does not prove that anything runs: ``status`` also looks whether the supervisor
-    is still the process of ``supervisor``. ``has_loaded``: a model was (partly) loaded once; before
+    is still the process of ``supervisor``. ``has_loaded``: llama-server ran at least once; before
     that there is nothing of it that anybody would want to look at later.
     """
 

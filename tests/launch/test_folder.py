@@ -8,6 +8,7 @@ import pytest
 from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.enginelog import Buffer, BufferKind
 from linkcpp.launch.events import (
+    EngineStarted,
     Logged,
     NodeFound,
     PhaseEntered,
@@ -26,7 +27,7 @@ from linkcpp.launch.folder import (
     is_alive,
     name_from_model,
 )
-from linkcpp.launch.records import DeploymentState, LaunchRequest, Phase
+from linkcpp.launch.records import DeploymentState, LaunchRequest, Phase, ProcessIdentity
 from tests.launch.plans import layers_plan
 
 
@@ -107,7 +108,7 @@ def test_a_forgotten_deployment_is_on_no_list_and_keeps_its_logs() -> None:
 def test_a_deployment_that_never_loaded_a_model_can_be_told() -> None:
     state = apply(_state(), PhaseEntered(Phase.CHECKING), now=101.0)
     assert not apply(state, PhaseEntered(Phase.FAILED, "x"), now=102.0).has_loaded
-    loading = apply(state, PhaseEntered(Phase.LOADING), now=102.0)
+    loading = apply(state, EngineStarted(ProcessIdentity(pid=1, started_at=1.0)), now=102.0)
     assert apply(loading, PhaseEntered(Phase.FAILED, "x"), now=103.0).has_loaded
 
 

@@ -90,8 +90,13 @@ def test_a_model_that_was_cut_off(pair: Swarm, plan: Path, tmp_path: Path) -> No
 
 
 def test_a_plan_for_another_coordinator(pair: Swarm, changed: Any) -> None:
-    path = changed(lambda plan: plan.update(coordinator_id="somebody", coordinator_name="tower"))
-    assert "coordinator tower" in _refusal(pair, path)
+    def edit(plan: Any) -> None:
+        plan.update(coordinator_id="somebody", coordinator_name="tower")
+        for stage in plan["stages"]:
+            if stage["is_coordinator"]:
+                stage["node_id"] = "somebody"
+
+    assert "coordinator tower" in _refusal(pair, changed(edit))
 
 
 def test_a_plan_for_another_engine(pair: Swarm, changed: Any) -> None:
