@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linkcpp.common.units import format_bytes
-from linkcpp.launch.experts.records import ExpertsState, WorkerPhase, WorkerState
+from linkcpp.launch.experts.records import UNCHECKED, ExpertsState, WorkerPhase, WorkerState
 from linkcpp.model.slices.segments import describe
 
 _SHOWN_CHARACTERS = 36
@@ -52,7 +52,8 @@ def _state(worker: WorkerState) -> str:
     if worker.phase is WorkerPhase.UP and not worker.is_linked:
         return "[yellow]silent[/]"
     colour = {WorkerPhase.UP: "green", WorkerPhase.AWAY: "red"}.get(worker.phase, "yellow")
-    return f"[{colour}]{worker.phase.value}[/]"
+    is_noteworthy = worker.phase is WorkerPhase.UP and worker.checked in (UNCHECKED, "equivalent")
+    return f"[{colour}]{worker.phase.value}[/]{f', {worker.checked}' if is_noteworthy else ''}"
 
 
 def _why_not(worker: WorkerState) -> str | None:

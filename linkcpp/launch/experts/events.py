@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from linkcpp.dispatch.checks import AdmissionStatus
 from linkcpp.dispatch.control import DispatchStatus, WorkerStatus
 from linkcpp.launch.experts.records import (
+    UNCHECKED,
     Counts,
     DispatchCounts,
     ExpertsState,
@@ -170,6 +172,7 @@ def _seen(state: ExpertsState, status: DispatchStatus) -> ExpertsState:
         changes["is_linked"] = seen is not None and seen.state in LINKED
         changes["link"] = seen.state if seen is not None else None
         changes["link_detail"] = (seen.detail or None) if seen is not None else None
+        changes["checked"] = word_of_check(seen.admission) if seen is not None else None
         if seen is not None:
             changes["total"] = worker.earlier.plus(counts_of(seen))
         workers.append(worker.model_copy(update=changes))
@@ -186,6 +189,13 @@ def _seen(state: ExpertsState, status: DispatchStatus) -> ExpertsState:
         "fallback_failure": fallback.failure if fallback else None,
     }
     return state.model_copy(update=changes)
+
+
+def word_of_check(admission: AdmissionStatus | None) -> str | None:
+    """Say what the checks of a worker's rows found; ``None`` where there were none yet."""
+    if admission is None:
+        return None
+    return admission.agreement.verdict.value if admission.agreement is not None else UNCHECKED
 
 
 def counts_of(worker: WorkerStatus) -> Counts:

@@ -8,6 +8,8 @@ from linkcpp.common.records import Record
 from linkcpp.model.slices.segments import Segment
 from linkcpp.node.records import WorkerId
 
+UNCHECKED = "unchecked"
+
 
 class WorkerPhase(StrEnum):
     """Where one share of the plan stands. ``AWAY`` workers are looked for until they are back."""
@@ -42,8 +44,9 @@ class WorkerState(Record):
     ``holder`` is the worker's name in the dispatch process, a new one whenever a worker is started
     again; ``earlier`` is what those before it did. ``replica_count`` is how many workers that are
     up hold the least held expert of this share. ``is_linked`` tells whether the dispatch process
-    uses it, ``link`` is its own word for that, ``link_detail`` says why not. Slice sizes are in
-    bytes of the file on the node; ``transferred_bytes`` went over the network for it.
+    uses it, ``link`` is its own word for that, ``link_detail`` says why not. ``checked`` is what
+    the check of its rows found (``unchecked``: nothing to compare with). Slice sizes are in bytes
+    of the file on the node; ``transferred_bytes`` went over the network for it.
     """
 
     index: int
@@ -68,6 +71,7 @@ class WorkerState(Record):
     link: str | None = None
     link_detail: str | None = None
     holder: str | None = None
+    checked: str | None = None
     total: Counts = Counts()
     earlier: Counts = Counts()
 
