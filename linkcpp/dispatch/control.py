@@ -14,6 +14,7 @@ from linkcpp.dispatch.device import VirtualDevice
 from linkcpp.dispatch.holder import Holder, WorkerAddress
 from linkcpp.dispatch.swarm import Swarm
 from linkcpp.engine.rpc_server import LOOPBACK
+from linkcpp.planning.routing_counts import RoutingCounts
 from linkcpp.worker.frames import Segment
 
 MOST_CHECKED_EXPERTS = 64
@@ -152,7 +153,8 @@ def dispatch_status(device: VirtualDevice, swarm: Swarm) -> DispatchStatus:
 def build_control(device: VirtualDevice, swarm: Swarm, token: str) -> FastAPI:
     """Make the HTTP application: GET /status, POST /workers, DELETE /workers/NAME.
 
-    POST /workers/NAME/check compares rows of a worker with a reference.
+    POST /workers/NAME/check compares rows of a worker with a reference. GET /routing-counts tells
+    how often each expert was chosen, as ``linkcpp plan --hot`` reads it.
     """
 
     def authorize(request: Request) -> None:
@@ -169,6 +171,10 @@ def build_control(device: VirtualDevice, swarm: Swarm, token: str) -> FastAPI:
     @app.get("/status")
     def status() -> DispatchStatus:
         return dispatch_status(device, swarm)
+
+    @app.get("/routing-counts")
+    def routing_counts() -> RoutingCounts:
+        return swarm.tally.counts()
 
     @app.post("/workers")
     def add(worker: NewWorker) -> WorkerStatus:

@@ -22,6 +22,7 @@ from linkcpp.dispatch.failures import FailureLog
 from linkcpp.dispatch.fallback import Fallback
 from linkcpp.dispatch.holder import WorkerAddress
 from linkcpp.dispatch.swarm import Swarm, SwarmOptions
+from linkcpp.dispatch.tally import kept_tally
 from linkcpp.engine.ops import read_op_table
 from linkcpp.engine.process_spec import ProcessState, ProcessStatus
 from linkcpp.engine.records import EngineLocation
@@ -48,6 +49,7 @@ class DispatchConfig(Record):
     ``fallback_model`` (a file that has all experts) is given. Ports 0 are chosen freely.
     Where nobody can compute a row it is NaN, or zeros with ``zero_missing``: those cannot
     outlive the request in a cache, but somebody must look at ``failure_counter`` then.
+    ``routing_counts`` keeps how often each expert was chosen, over restarts.
     With ``check_rows`` workers are used once their rows agree with the fallback model's, or with
     those of other workers where there is none.
     """
@@ -68,6 +70,7 @@ class DispatchConfig(Record):
     patience_seconds: float = 20.0
     zero_missing: bool = False
     failure_counter: Path | None = None
+    routing_counts: Path | None = None
     check_rows: bool = True
 
 
@@ -139,13 +142,14 @@ class _Dispatch:
             )
             control.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
             controlling = asyncio.create_task(control.serve(sockets=[control_listener]))
-            self._announce(
-                f"virtual device ready on {LOOPBACK}:{device_listener.getsockname()[1]}, "
-                f"control on {LOOPBACK}:{control_listener.getsockname()[1]}"
-            )
-            await self._stopping.wait()
+            async with kept_tally(swarm.tally, self._config.routing_counts):
+                self._announce(
+                    f"virtual device ready on {LOOPBACK}:{device_listener.getsockname()[1]}, "
+                    f"control on {LOOPBACK}:{control_listener.getsockname()[1]}"
+                )
+                await self._stopping.wait()
+                device.stop()
             control.should_exit = True
-            device.stop()
             await controlling
         finally:
             device.stop()

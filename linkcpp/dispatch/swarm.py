@@ -28,6 +28,7 @@ from linkcpp.dispatch.routing import (
     next_holders,
     plan_routes,
 )
+from linkcpp.dispatch.tally import RoutingTally
 from linkcpp.worker.chain import Chain, KeyedChain
 from linkcpp.worker.compute import split_by_expert
 from linkcpp.worker.frames import (
@@ -100,6 +101,7 @@ class Swarm:
         self.fallback = fallback
         self.failures = failures or FailureLog()
         self.counters = SwarmCounters()
+        self.tally = RoutingTally(expert_counts, model_digest)
         self._chains: dict[str, KeyedChain] = {}
         self._trials: list[Trial] = []
         self._next_request = 1
@@ -166,6 +168,7 @@ class Swarm:
         began = time.perf_counter()
         with self._calling:
             rows = _Call(self, job).run()
+        self.tally.add(job.layer, job.ids)
         self.counters.call_count += 1
         self.counters.pair_count += job.ids.size
         self.counters.seconds += time.perf_counter() - began
