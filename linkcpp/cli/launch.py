@@ -160,6 +160,8 @@ def _show_progress(
     folder: DeploymentFolder, supervisor: "subprocess.Popen[bytes]"
 ) -> DeploymentState:
     screen = status_console()
+    # The ^C that a terminal echoes must not break a line, or a part of the bars is left behind.
+    screen.width = max(screen.width - len("^C") - 1, 1)
     said: set[str] = set()
     with _bars(screen) as progress:
         tasks: dict[str, TaskID] = {}
