@@ -64,8 +64,8 @@ def next_step(plan: Plan, cluster: Cluster, output: Path) -> str:
     assumed = {
         node.record.node_id for node in cluster.nodes if node.record and node.found_by == ASSUMED
     }
-    parts: tuple[Stage, ...] = plan.stages
-    holders = {part.node_id for part in (*parts, *plan.expert_shares)}
+    holders = {stage.node_id for stage in plan.stages}
+    holders |= {share.node_id for share in plan.expert_shares}
     if holders & assumed:
         return f"{written} Some of its machines are only assumed: plan again when they are there."
     has_file = plan.model.digest is not None and Path(plan.model.source).is_file()
