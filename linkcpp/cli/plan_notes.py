@@ -6,7 +6,7 @@ from pathlib import Path
 from linkcpp.cluster.records import Cluster
 from linkcpp.common.units import format_bytes
 from linkcpp.planning.assumed import ASSUMED
-from linkcpp.planning.records import DeviceMemory, Plan, PlanMode, Stage
+from linkcpp.planning.records import DeviceMemory, Plan, PlanMode
 from linkcpp.planning.sharing import memory_of
 
 

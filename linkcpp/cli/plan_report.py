@@ -71,13 +71,7 @@ def _stage_table(plan: Plan) -> Table:
     table.add_column("", no_wrap=True)
     has_host_stage = any(stage.is_coordinator and stage.is_cpu for stage in plan.stages)
     if not has_host_stage:
-        _add_row(
-            table,
-            f"{plan.coordinator_name} (here)",
-            "CPU",
-            "input",
-            plan.coordinator_memory,
-        )
+        _add_row(table, f"{plan.coordinator_name} (here)", "CPU", "input", plan.coordinator_memory)
     for stage in plan.stages:
         name = f"{stage.node_name} (here)" if stage.is_coordinator else stage.node_name
         is_host = stage.is_coordinator and stage.is_cpu
@@ -96,10 +90,7 @@ def _add_row(table: Table, name: str, device: str, layers: str, memory: DeviceMe
         format_bytes(memory.kv_bytes + memory.recurrent_bytes),
         format_bytes(memory.used_bytes),
         format_bytes(offered),
-        Text(
-            bar(min(1.0, memory.used_bytes / offered) if offered else 1.0, BAR_CELLS),
-            "cyan",
-        ),
+        Text(bar(min(1.0, memory.used_bytes / offered) if offered else 1.0, BAR_CELLS), "cyan"),
     )
 
 
