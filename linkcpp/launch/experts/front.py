@@ -29,6 +29,7 @@ from linkcpp.launch.experts.exchange import Exchange
 from linkcpp.launch.experts.gate import Cleaner, Gate, GateShutError
 from linkcpp.launch.experts.refusals import Refusal, Refusals
 from linkcpp.launch.experts.upstream import Upstream
+from linkcpp.node.serving import BoundedHttpProtocol
 
 READY_PATTERN = r"^front ready"
 
@@ -126,7 +127,7 @@ async def run_front(config: FrontConfig) -> None:
     server = uvicorn.Server(
         uvicorn.Config(
             Front(upstream, gate, refusals),
-            http="h11",
+            http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -6,6 +6,7 @@ experts meanwhile, or requests that need them are refused.
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -34,6 +35,8 @@ from linkcpp.node.worker_tunnel import WorkerTunnel
 from linkcpp.planning.records import ExpertShare
 from linkcpp.worker import frames
 from linkcpp.worker.process import READY_PATTERN, WorkerConfig
+
+log = logging.getLogger("linkcpp.launch")
 
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 10.0
@@ -83,14 +86,21 @@ class Member(ABC):
             try:
                 reason = await self._serve()
             except LinkcppError as error:
-                reason = error.message
-                if not self.first_try.done():
-                    self.first_try.set_result(error)
+                reason = self._note_failure(error)
+            except Exception as error:
+                # Whatever a node brings about, it must not end what the others serve.
+                log.exception("defect in linkcpp")
+                reason = self._note_failure(LinkcppError(f"Defect in linkcpp: {error!r}."))
             self._note_loss(reason)
             is_stable = time.monotonic() - began > LONGEST_PAUSE_SECONDS
             pause_seconds = FIRST_PAUSE_SECONDS if is_stable else pause_seconds
             await asyncio.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, LONGEST_PAUSE_SECONDS)
+
+    def _note_failure(self, error: LinkcppError) -> str:
+        if not self.first_try.done():
+            self.first_try.set_result(error)
+        return error.message
 
     @abstractmethod
     async def _serve(self) -> str:

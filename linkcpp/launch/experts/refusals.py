@@ -50,10 +50,8 @@ def refusal_of(status: DispatchStatus) -> Refusal:
     rest = len(named) - _NAMED_LAYERS
     if rest > 0:
         named[_NAMED_LAYERS:] = [f"others of {rest} more layer{'s' if rest > 1 else ''}"]
-    away = [worker.name for worker in status.workers if worker.state != "up"]
+    # Anybody may read this, so it names no machine; `linkcpp status` does.
     message = f"No worker has the experts {', '.join(named)}, and there is no local fallback."
-    if away:
-        message += f" Away: {', '.join(away)}."
     return Refusal(503, message, {layer: tuple(sorted(e)) for layer, e in missing.items()})
 
 
