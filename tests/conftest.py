@@ -9,6 +9,15 @@ from linkcpp.engine.records import EngineLocation
 from tests.support.engines import ENGINES, prebuilt_engine
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what makes a run long."""
+    parser.addoption(
+        "--full-matrix",
+        action="store_true",
+        help="Every architecture with every number of workers and every length of prompt.",
+    )
+
+
 @pytest.fixture(autouse=True)
 def linkcpp_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give every test folders of its own, so that none reads or writes the user's."""

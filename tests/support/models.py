@@ -99,7 +99,7 @@ def _qwen35_delta_net(model: TinyModel, prefix: str) -> None:
     model.tensor(f"{prefix}ssm_out.weight", QWEN35_HIDDEN, values * head, quant=Q8_0)
 
 
-def _qwen35moe(path: Path, *, next_token_block: bool) -> Path:
+def _qwen35moe(path: Path, *, next_token_block: bool = False, fused: bool = False) -> Path:
     layers = 8
     total = layers + next_token_block
     model = TinyModel(path, "qwen35moe", layers=total, hidden=QWEN35_HIDDEN)
@@ -126,7 +126,7 @@ def _qwen35moe(path: Path, *, next_token_block: bool) -> Path:
             _qwen35_attention(model, prefix)
         else:
             _qwen35_delta_net(model, prefix)
-        model.moe(prefix, count=32, width=256, quant=Q4_K, down=Q6_K)
+        model.moe(prefix, count=32, width=256, quant=Q4_K, down=Q6_K, fused=fused)
         model.tensor(f"{prefix}ffn_gate_inp_shexp.weight", QWEN35_HIDDEN)
         model.dense(prefix, 256, suffix="_shexp")
         if layer >= layers:
@@ -142,13 +142,42 @@ def _qwen35moe(path: Path, *, next_token_block: bool) -> Path:
 @functools.cache
 def qwen35moe() -> Path:
     """Qwen3.5's hybrid: 8 layers, every fourth full attention, 32 experts, top-8, shared expert."""
-    return _qwen35moe(model_folder() / "qwen35moe.gguf", next_token_block=False)
+    return _qwen35moe(model_folder() / "qwen35moe.gguf")
+
+
+@functools.cache
+def qwen35moe_fused() -> Path:
+    """The same with each expert's gate and up in one tensor."""
+    return _qwen35moe(model_folder() / "qwen35moe-fused.gguf", fused=True)
 
 
 @functools.cache
 def qwen35moe_next_token() -> Path:
     """The same with a next-token-prediction block behind the layers, as the 122B's file has."""
     return _qwen35moe(model_folder() / "qwen35moe-next-token.gguf", next_token_block=True)
+
+
+@functools.cache
+def qwen2moe() -> Path:
+    """Qwen2's mixture: 4 layers, 12 experts, top-4, biased attention, a gated shared expert."""
+    model = TinyModel(model_folder() / "qwen2moe.gguf", "qwen2moe", layers=4, hidden=256)
+    model.heads(query=4, key_value=2, size=64)
+    model.writer.add_feed_forward_length(512)
+    model.writer.add_rope_freq_base(1e6)
+    model.experts(count=12, used=4, width=256)
+    model.writer.add_expert_shared_feed_forward_length(512)
+    model.embeddings()
+    for layer in range(4):
+        prefix = f"blk.{layer}."
+        model.ones(f"{prefix}attn_norm.weight", 256)
+        model.ones(f"{prefix}ffn_norm.weight", 256)
+        model.attention(prefix, query=256, key=128)
+        for part, width in (("q", 256), ("k", 128), ("v", 128)):
+            model.tensor(f"{prefix}attn_{part}.bias", width, scale=0.02)
+        model.moe(prefix, count=12, width=256, quant=Q4_K, down=Q6_K)
+        model.tensor(f"{prefix}ffn_gate_inp_shexp.weight", 256)
+        model.dense(prefix, 512, suffix="_shexp")
+    return model.finish()
 
 
 @functools.cache

@@ -163,12 +163,23 @@ class TinyModel:
         self.tensor(f"{prefix}ffn_down{suffix}.weight", self.hidden, width, quant=quant)
 
     def moe(
-        self, prefix: str, *, count: int, width: int, quant: QuantType, down: QuantType
+        self,
+        prefix: str,
+        *,
+        count: int,
+        width: int,
+        quant: QuantType,
+        down: QuantType,
+        fused: bool = False,
     ) -> None:
-        """Add a router and its experts."""
+        """Add a router and its experts, gate and up as one tensor if ``fused``."""
         self.tensor(f"{prefix}ffn_gate_inp.weight", count, self.hidden)
-        self.tensor(f"{prefix}ffn_gate_exps.weight", count, width, self.hidden, quant=quant)
-        self.tensor(f"{prefix}ffn_up_exps.weight", count, width, self.hidden, quant=quant)
+        if fused:
+            shape = (count, 2 * width, self.hidden)
+            self.tensor(f"{prefix}ffn_gate_up_exps.weight", *shape, quant=quant)
+        else:
+            self.tensor(f"{prefix}ffn_gate_exps.weight", count, width, self.hidden, quant=quant)
+            self.tensor(f"{prefix}ffn_up_exps.weight", count, width, self.hidden, quant=quant)
         self.tensor(f"{prefix}ffn_down_exps.weight", count, self.hidden, width, quant=down)
 
     def finish(self) -> Path:
