@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from linkcpp.engine.binaries import find_engines
 from linkcpp.engine.records import EngineLocation
-from linkcpp.worker.frames import Segment
+from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.slabs import GgufSlabs
 from tests.support.rpc_servers import running_rpc_server
 from tests.support.swarm import (

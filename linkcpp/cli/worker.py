@@ -15,10 +15,8 @@ from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import state_folder
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.check import choose_engine
-from linkcpp.model.slices.segments import Segment as ModelSegment
-from linkcpp.model.slices.segments import describe, parse_segment
+from linkcpp.model.slices.segments import Segment, describe, parse_segment
 from linkcpp.model.slices.writing import choose_segments, open_whole_model
-from linkcpp.worker.frames import Segment
 from linkcpp.worker.process import WorkerConfig, open_slabs, run_worker
 from linkcpp.worker.slabs import experts_by_layer
 
@@ -95,7 +93,7 @@ async def _run(config: WorkerConfig, token_path: Path) -> None:
 
         def announce(line: str) -> None:
             out.print(escape(line), soft_wrap=True)
-            held = describe(ModelSegment(**entry.model_dump()) for entry in slabs.segments)
+            held = describe(slabs.segments)
             out.print(f"  {format_bytes(total)} of experts of {escape(slabs.model_name)}")
             for text in held:
                 out.print(f"  layers {text.replace(':', ', experts ')}")
@@ -107,8 +105,7 @@ async def _run(config: WorkerConfig, token_path: Path) -> None:
 
 def _segments(model: str, texts: list[str]) -> tuple[Segment, ...]:
     with open_whole_model(model) as files:
-        chosen = choose_segments(files, [parse_segment(text) for text in texts])
-    return tuple(Segment(**entry.model_dump()) for entry in chosen)
+        return choose_segments(files, [parse_segment(text) for text in texts])
 
 
 def _token(path: Path) -> str:

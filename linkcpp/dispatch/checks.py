@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from linkcpp.common.records import WireRecord
+from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.agreement import Agreement, merge
 from linkcpp.worker.chain import KeyedChain
-from linkcpp.worker.frames import Segment
 
 THE_MODEL = "the model"
 NOBODY_ELSE = "nobody"

@@ -14,8 +14,8 @@ from linkcpp.dispatch.device import VirtualDevice
 from linkcpp.dispatch.holder import Holder, WorkerAddress
 from linkcpp.dispatch.swarm import Swarm
 from linkcpp.engine.rpc_server import LOOPBACK
+from linkcpp.model.slices.segments import Segment
 from linkcpp.planning.routing_counts import RoutingCounts
-from linkcpp.worker.frames import Segment
 
 MOST_CHECKED_EXPERTS = 64
 

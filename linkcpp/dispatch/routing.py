@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from linkcpp.worker.frames import Segment
+from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.slabs import experts_by_layer
 
 NOBODY = -1

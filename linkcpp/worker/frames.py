@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import WireRecord
+from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.chain import Chain, KeyedChain
 
 MAGIC = b"LCFR"
@@ -97,14 +98,6 @@ class Limits(WireRecord):
     frame_bytes: int = 256 * 2**20
     rows: int = 1 << 16
     pairs: int = 1 << 16
-
-
-class Segment(WireRecord):
-    """Experts ``first`` to ``last`` (both included) of a layer."""
-
-    layer: int
-    first: int
-    last: int
 
 
 class Welcome(WireRecord):

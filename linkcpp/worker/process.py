@@ -18,8 +18,9 @@ from linkcpp.engine.process_spec import ProcessState
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_server import LOOPBACK, RunningRpcServer, start_rpc_server
 from linkcpp.engine.rpc_socket import RpcSocket
+from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.compute import DEFAULT_SCRATCH_BYTES, ExpertCompute
-from linkcpp.worker.frames import Limits, Segment, Welcome
+from linkcpp.worker.frames import Limits, Welcome
 from linkcpp.worker.service import WorkerService
 from linkcpp.worker.several import JoinedSlabs
 from linkcpp.worker.slabs import GgufSlabs, SlabProvider

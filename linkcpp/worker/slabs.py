@@ -5,10 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from linkcpp.model.slices import segments as slices
+from linkcpp.model.slices.segments import Segment
 from linkcpp.model.slices.slabs import ExpertSlabs
 from linkcpp.model.slices.tensors import ExpertTensor
-from linkcpp.worker.frames import Segment
 
 # Per-expert scales stay with the backbone: they are tiny, and its graph expands them itself.
 _EXPERT_TENSOR = re.compile(r"blk\.(\d{1,6})\.(ffn_(?:gate|up|down|gate_up)_exps\.(?:weight|bias))")
@@ -52,14 +51,11 @@ class GgufSlabs:
     """
 
     def __init__(self, location: str | Path, segments: Iterable[Segment] | None = None) -> None:
-        wanted = None
-        if segments is not None:
-            wanted = [slices.Segment(**segment.model_dump()) for segment in segments]
-        self._slabs = ExpertSlabs(location, wanted)
+        self._slabs = ExpertSlabs(location, segments)
         self.model_digest = self._slabs.model_digest
         self.model_name = self._slabs.model_name
         self.hidden_size = self._slabs.hidden_size
-        self.segments = tuple(Segment(**entry.model_dump()) for entry in self._slabs.segments)
+        self.segments = self._slabs.segments
         self.tensors = tuple(
             sorted(tensor for tensor in self._slabs.tensors if expert_tensor_name(tensor.name))
         )

@@ -13,8 +13,9 @@ import pytest
 from linkcpp.dispatch.checks import RowCheck, held_experts, majority
 from linkcpp.dispatch.process import WorkerEntry
 from linkcpp.engine.records import EngineLocation
+from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.agreement import Verdict
-from linkcpp.worker.frames import DataType, FrameType, Limits, Rows, Segment, pack_header, pack_rows
+from linkcpp.worker.frames import DataType, FrameType, Limits, Rows, pack_header, pack_rows
 from linkcpp.worker.link import FrameBuffer
 from tests.dispatch.test_exactness import SHORT, even_shares
 from tests.support import models

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from linkcpp.engine.records import EngineLocation
-from linkcpp.worker.frames import Segment
+from linkcpp.model.slices.segments import Segment
 from tests.dispatch.test_exactness import even_shares, swarm, uneven_overlapping_shares
 from tests.support import models
 from tests.support.swarm import Server, as_json, running_llama_server

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from linkcpp.engine.records import EngineLocation
-from linkcpp.worker.frames import Segment
+from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.slabs import GgufSlabs
 from tests.support import models
 from tests.support.swarm import (

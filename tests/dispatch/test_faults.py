@@ -15,11 +15,11 @@ import pytest
 from linkcpp.dispatch.process import WorkerEntry
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_socket import send_all
+from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.frames import (
     DataType,
     FrameType,
     Limits,
-    Segment,
     Welcome,
     pack_header,
     pack_rows,

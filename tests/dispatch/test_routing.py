@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linkcpp.dispatch.routing import NOBODY, HolderView, Latency, next_holders, plan_routes
-from linkcpp.worker.frames import Segment
+from linkcpp.model.slices.segments import Segment
 
 
 def view(number: int, first: int, last: int, score: float = 1.0, layer: int = 0) -> HolderView:

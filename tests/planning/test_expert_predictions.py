@@ -8,11 +8,11 @@ import psutil
 from linkcpp.cluster.records import Cluster
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.inventory import read_inventory
+from linkcpp.model.slices.segments import Segment
 from linkcpp.planning.arguments import server_arguments
 from linkcpp.planning.backbone import DISPATCH_BYTES, WORKER_PROGRAM_BYTES, WORKER_SCRATCH_BYTES
 from linkcpp.planning.records import ExpertShare, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import make_plan
-from linkcpp.worker.frames import Segment
 from tests.planning.clusters import GIGABYTE, cluster, device, node
 from tests.support import models
 from tests.support.memory import peak_bytes

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from linkcpp.engine.records import EngineLocation
+from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.chain import Chain, ChainInput, ChainSource, ChainStep, SourceKind
 from linkcpp.worker.frames import (
     HEADER_BYTES,
@@ -21,7 +22,6 @@ from linkcpp.worker.frames import (
     Header,
     Limits,
     Pairs,
-    Segment,
     Welcome,
     pack_chain,
     pack_compute,

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from linkcpp.engine.records import EngineLocation
-from linkcpp.worker.frames import FrameError, Segment
+from linkcpp.model.slices.segments import Segment
+from linkcpp.worker.frames import FrameError
 from tests.model.test_slices import cut
 from tests.support.models import llama, qwen3moe
 from tests.support.swarm import Running

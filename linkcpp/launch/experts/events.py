@@ -18,7 +18,6 @@ from linkcpp.launch.experts.records import (
 from linkcpp.model.slices.segments import Segment
 from linkcpp.node.records import WorkerId
 from linkcpp.planning.records import Plan
-from linkcpp.worker import frames
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,6 @@ ExpertsEvent = (
 )
 # A worker that is being checked is asked again as soon as that is over.
 LINKED = ("up", "checking")
-AnySegment = Segment | frames.Segment
 FREQUENT_EVENTS = (BackboneCopied, SliceSeen, WorkerFound, DispatchSeen)
 
 
@@ -211,7 +209,7 @@ def counts_of(worker: WorkerStatus) -> Counts:
     )
 
 
-def count_holders(held: Iterable[Sequence[AnySegment]]) -> dict[tuple[int, int], int]:
+def count_holders(held: Iterable[Sequence[Segment]]) -> dict[tuple[int, int], int]:
     """Count for each (layer, expert) how many of the workers hold it."""
     counts: dict[tuple[int, int], int] = {}
     for segments in held:
@@ -220,7 +218,7 @@ def count_holders(held: Iterable[Sequence[AnySegment]]) -> dict[tuple[int, int],
     return counts
 
 
-def units_of(segments: Iterable[AnySegment]) -> set[tuple[int, int]]:
+def units_of(segments: Iterable[Segment]) -> set[tuple[int, int]]:
     """Return the (layer, expert) pairs of segments."""
     return {
         (segment.layer, expert)
@@ -229,6 +227,6 @@ def units_of(segments: Iterable[AnySegment]) -> set[tuple[int, int]]:
     }
 
 
-def fewest_holders(segments: Iterable[AnySegment], holders: Mapping[tuple[int, int], int]) -> int:
+def fewest_holders(segments: Iterable[Segment], holders: Mapping[tuple[int, int], int]) -> int:
     """Return how many workers hold the least held expert of some segments."""
     return min((holders.get(unit, 0) for unit in units_of(segments)), default=0)

@@ -33,7 +33,6 @@ from linkcpp.node.client import NodeClient, NodeError, NodeRefusedError
 from linkcpp.node.records import NewWorker, ServerState, WorkerId, WorkerRequest
 from linkcpp.node.worker_tunnel import WorkerTunnel
 from linkcpp.planning.records import ExpertShare
-from linkcpp.worker import frames
 from linkcpp.worker.process import READY_PATTERN, WorkerConfig
 
 log = logging.getLogger("linkcpp.launch")
@@ -291,7 +290,7 @@ class LocalMember(Member):
             name=share.node_name,
             engine=around.engine,
             slabs=str(slabs),
-            segments=tuple(frames.Segment(**entry.model_dump()) for entry in share.segments),
+            segments=share.segments,
             token=token,
             log_path=around.folder / f"{name}-rpc.log",
             device=share.device,

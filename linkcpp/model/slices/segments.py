@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.records import Record
+from linkcpp.common.records import WireRecord
 
 ALL: Final = "all"
 MAXIMUM_RANGES: Final = 10_000
@@ -16,7 +16,7 @@ _RANGE: Final = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 Range = tuple[int, int]
 
 
-class Segment(Record):
+class Segment(WireRecord):
     """Experts ``first`` to ``last`` (both included) of one layer."""
 
     layer: int
