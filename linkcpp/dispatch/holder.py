@@ -95,6 +95,14 @@ class Holder:
             segment.layer == trial.layer for segment in segments
         )
 
+    def note_answer(self, pairs: int, took_seconds: float, compute_us: int) -> None:
+        """Take note of an answer for people and for routing."""
+        self.has_answered = True
+        self.latency.observe(pairs, took_seconds * 1000)
+        self.pair_count += pairs
+        self.worker_seconds += compute_us / 1e6
+        self.waited_seconds += took_seconds
+
     @property
     def is_sending(self) -> bool:
         """Whether bytes wait until the socket takes them."""

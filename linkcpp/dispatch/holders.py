@@ -143,6 +143,15 @@ class Holders:
             )
             self._unsettled = []
 
+    def hurry(self) -> None:
+        """Try links that failed soon, however often they did: a call waits for somebody."""
+        soon = time.monotonic() + FIRST_RETRY_SECONDS
+        with self._lock:
+            for holder in self._holders.values():
+                if holder.state == LinkState.CONNECTING and holder.retry_at > soon:
+                    holder.retry_at = soon
+        self._wake.set()
+
     def fail(self, holder: Holder, why: str) -> None:
         """Close a link that failed and let the maintenance thread try again."""
         with self._lock:

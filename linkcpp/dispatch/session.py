@@ -1,14 +1,11 @@
 """One client of the virtual device: its requests, its memory, its graphs."""
 
 import socket
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from linkcpp.dispatch.job import Job
+from linkcpp.dispatch.experts import ExpertRunner
 from linkcpp.dispatch.memory import (
     RequestError,
     VirtualMemory,
@@ -22,7 +19,6 @@ from linkcpp.dispatch.program import (
     Program,
     compile_program,
     expert_owner,
-    read_inputs,
 )
 from linkcpp.dispatch.reading import RequestReader
 from linkcpp.engine import wire_messages as messages
@@ -74,6 +70,7 @@ class Session:
         self._reply_bytes = 0
         self._program: Program | None = None
         self._has_run = False
+        self._experts = ExpertRunner(device)
         # What this client put where since the last command that is no SET.
         self._known: dict[int, bytes] = {}
         self._handlers: dict[Command, Callable[[memoryview], None]] = {
@@ -367,19 +364,7 @@ class Session:
         self._device.counters.graph_count += 1
         for step in program.steps:
             if isinstance(step, BoundCall):
-                self._run_experts(step, known)
+                self._experts.run(step, known)
                 known = {}
             else:
                 self._device.backing.queue(step)
-
-    def _run_experts(self, call: BoundCall, known: dict[int, bytes]) -> None:
-        device = self._device
-        began = time.perf_counter()
-        ids, inputs = read_inputs(call, device.backing, known)
-        read = time.perf_counter()
-        job = Job(call.layer, call.chain, ids, inputs)
-        rows = device.swarm.compute(job)
-        done = time.perf_counter()
-        device.counters.read_seconds += read - began
-        device.counters.swarm_seconds += done - read
-        device.backing.queue(call.store_head, np.ascontiguousarray(rows).data.cast("B"))

@@ -9,6 +9,8 @@ import socket
 import struct
 from collections.abc import Sequence
 
+import numpy as np
+
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.records import RpcVersion
@@ -85,7 +87,7 @@ class RpcSocket:
             raise WireError(
                 f"{self._address} answered with {announced} bytes instead of {size_bytes}."
             )
-        return memoryview(answer)[_ANSWER_SIZE.size :]
+        return answer[_ANSWER_SIZE.size :]
 
     def exchange(self, command: Command, payload: Buffer, answer_bytes: int) -> memoryview:
         """Send one request and return its answer."""
@@ -133,9 +135,9 @@ class RpcSocket:
         )
         self.queue(request_header(Command.SET_TENSOR, len(head) + len(data)), head, data)
 
-    def _receive_exactly(self, size_bytes: int) -> bytearray:
-        data = bytearray(size_bytes)
-        view = memoryview(data)
+    def _receive_exactly(self, size_bytes: int) -> memoryview:
+        # Not a bytearray, which is filled with zeros first: that is a third of a large answer.
+        view = np.empty(size_bytes, np.uint8).data
         have = 0
         try:
             while have < size_bytes:
@@ -145,7 +147,7 @@ class RpcSocket:
                 have += count
         except OSError as error:
             raise self._broken(error) from error
-        return data
+        return view
 
     def _broken(self, error: OSError) -> WireError:
         if isinstance(error, BlockingIOError):

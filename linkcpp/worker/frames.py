@@ -23,7 +23,7 @@ MAGIC = b"LCFR"
 VERSION = 1
 HEADER = struct.Struct("<4sBBHII")
 HEADER_BYTES = HEADER.size
-_COMPUTE = struct.Struct("<IIIIIBBH")
+COMPUTE = struct.Struct("<IIIIIBBH")
 _ROWS = struct.Struct("<IIIBxxx")
 _CHAIN_HEAD = struct.Struct("<I")
 _ERROR = struct.Struct("<HH")
@@ -242,7 +242,7 @@ def pack_compute(
         np.ascontiguousarray(expert_ids, "<i4").data.cast("B"),
     ]
     bodies += [np.ascontiguousarray(rows, _NUMPY_TYPES[row_type]).data.cast("B") for rows in inputs]
-    head = _COMPUTE.pack(
+    head = COMPUTE.pack(
         compute.chain_id,
         layer,
         inputs[0].shape[0],
@@ -275,9 +275,9 @@ def parse_compute_head(payload: Buffer, limits: Limits) -> ComputeHead:
     Raises:
         FrameError: it is too short, or asks for more than the limits.
     """
-    if len(payload) < _COMPUTE.size:
+    if len(payload) < COMPUTE.size:
         raise FrameError(ErrorCode.BAD_PAYLOAD, "COMPUTE is too short.")
-    chain_id, layer, rows, pairs, width, row_type, answer_type, inputs = _COMPUTE.unpack_from(
+    chain_id, layer, rows, pairs, width, row_type, answer_type, inputs = COMPUTE.unpack_from(
         payload
     )
     if rows > limits.rows or pairs > limits.pairs:
@@ -312,16 +312,16 @@ def parse_compute(payload: Buffer, head: ComputeHead, chain: KeyedChain) -> Comp
         raise FrameError(ErrorCode.BAD_PAYLOAD, "This chain needs one row for each pair.")
     kind = _NUMPY_TYPES[head.row_type]
     shapes = [(rows, widths[0])] + [(pairs, width) for width in widths[1:]]
-    size = _COMPUTE.size + 8 * pairs + kind.itemsize * sum(a * b for a, b in shapes)
+    size = COMPUTE.size + 8 * pairs + kind.itemsize * sum(a * b for a, b in shapes)
     if len(payload) != size:
         raise FrameError(
             ErrorCode.BAD_PAYLOAD, f"COMPUTE has {len(payload)} bytes instead of {size}."
         )
-    index = np.frombuffer(payload, "<i4", pairs, _COMPUTE.size)
-    ids = np.frombuffer(payload, "<i4", pairs, _COMPUTE.size + 4 * pairs)
+    index = np.frombuffer(payload, "<i4", pairs, COMPUTE.size)
+    ids = np.frombuffer(payload, "<i4", pairs, COMPUTE.size + 4 * pairs)
     if int(index.min()) < 0 or int(index.max()) >= rows:
         raise FrameError(ErrorCode.BAD_PAYLOAD, "A pair names a row that did not come.")
-    at = _COMPUTE.size + 8 * pairs
+    at = COMPUTE.size + 8 * pairs
     inputs = []
     for count, width in shapes:
         values = np.frombuffer(payload, kind, count * width, at).reshape(count, width)

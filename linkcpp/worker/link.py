@@ -1,5 +1,7 @@
 """A stream of compute frames cut into frames, without a copy where one read brings several."""
 
+import numpy as np
+
 from linkcpp.worker.frames import HEADER_BYTES, Header, Limits, parse_header
 
 _BUFFER_BYTES = 1 << 18
@@ -70,7 +72,7 @@ class FrameBuffer:
             self._start += size
             return payload
         if size > _BUFFER_BYTES - HEADER_BYTES:
-            self._large = memoryview(bytearray(size))
+            self._large = np.empty(size, np.uint8).data
             self._large[:waiting] = self._view[self._start : self._end]
             self._large_end = waiting
             self._start = self._end = 0
