@@ -116,7 +116,7 @@ def test_a_token_that_is_not_the_clusters(pair: Swarm, plan: Path, tmp_path: Pat
 def test_a_node_that_has_too_little_memory_now(pair: Swarm, changed: Any) -> None:
     def edit(plan: Any) -> None:
         stage = next(stage for stage in plan["stages"] if stage["node_name"] == "cellar")
-        stage["memory"] |= {"kv_bytes": TERABYTE, "available_bytes": 2 * TERABYTE}
+        stage["memory"] |= {"compute_bytes": TERABYTE, "available_bytes": 2 * TERABYTE}
 
     told = _refusal(pair, changed(edit))
     assert "cellar has" in told
