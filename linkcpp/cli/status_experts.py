@@ -6,18 +6,14 @@ from rich.table import Table
 
 from linkcpp.common.units import format_bytes
 from linkcpp.launch.experts.records import UNCHECKED, ExpertsState, WorkerPhase, WorkerState
-from linkcpp.model.slices.segments import describe
-
-_SHOWN_CHARACTERS = 36
 
 
 def experts_view(experts: ExpertsState) -> list[RenderableType]:
     """Return what every worker holds and did, and what nobody did."""
-    table = Table("worker", box=None, padding=(0, 1), header_style="dim")
+    table = Table("worker", box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.columns[0].overflow = "fold"
-    for title in ("state", "layers:experts"):
-        table.add_column(title, overflow="fold")
-    for title in ("held", "replicas", "pairs", "bytes", "wait", "compute", "failures"):
+    table.add_column("state", no_wrap=True)
+    for title in ("experts", "held", "replicas", "pairs", "bytes", "wait ms", "work ms", "failed"):
         table.add_column(title, justify="right", no_wrap=True)
     for worker in experts.workers:
         table.add_row(*_cells(worker))
@@ -31,19 +27,17 @@ def experts_view(experts: ExpertsState) -> list[RenderableType]:
 
 def _cells(worker: WorkerState) -> list[str]:
     total = worker.total
-    segments = " ".join(describe(worker.segments))
-    if len(segments) > _SHOWN_CHARACTERS:
-        segments = f"{segments[:_SHOWN_CHARACTERS]}…"
+    count = sum(segment.last - segment.first + 1 for segment in worker.segments)
     return [
         f"{escape(worker.node_name)}{' (here)' if worker.is_coordinator else ''}",
         _state(worker),
-        segments,
+        f"{count:,}",
         "-" if worker.slab_bytes is None else format_bytes(worker.slab_bytes),
         str(worker.replica_count),
         f"{total.pair_count:,}",
         format_bytes(total.sent_bytes + total.received_bytes),
-        f"{worker.mean_wait_ms:.2f} ms" if total.request_count else "-",
-        f"{worker.mean_compute_ms:.2f} ms" if total.request_count else "-",
+        f"{worker.mean_wait_ms:.2f}" if total.request_count else "-",
+        f"{worker.mean_compute_ms:.2f}" if total.request_count else "-",
         str(total.failure_count),
     ]
 
@@ -69,7 +63,8 @@ def _summary(experts: ExpertsState) -> str:
     elif experts.has_fallback:
         fallback = f"{seen.fallback_pair_count:,} pairs computed here instead of by a worker"
     else:
-        fallback = "no local fallback"
+        why = f" ({escape(experts.fallback_absence)})" if experts.fallback_absence else ""
+        fallback = f"no local fallback{why}"
     facts = [
         f"{seen.pair_count:,} pairs in {seen.call_count:,} calls",
         fallback,
