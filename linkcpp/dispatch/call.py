@@ -175,7 +175,7 @@ class Call:
         routes = self._swarm.routes
         if now < self._give_up_at and routes is not self._swarm.hopeless_routes:
             self._swarm.holders.hurry()
-            time.sleep(_RETRY_SECONDS)
+            self._swarm.pause(_RETRY_SECONDS)
             self._excluded.clear()
             owners = self._swarm.routes_of(self._job.layer).chosen[self._flat[orphans]]
             self._ask(orphans, owners)

@@ -225,6 +225,17 @@ class Swarm:
         """Who holds the experts of a layer now."""
         return self.routes[layer]
 
+    def pause(self, seconds: float) -> None:
+        """Let a call that waits for nothing but a worker wait; links may be used meanwhile.
+
+        Checks need them, and without its check no worker comes back.
+        """
+        self._calling.release()
+        try:
+            time.sleep(seconds)
+        finally:
+            self._calling.acquire()
+
     def request_number(self) -> int:
         """Return a number that no request under way has."""
         self._next_request = self._next_request % 0xFFFFFFFF + 1

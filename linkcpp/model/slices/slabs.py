@@ -103,7 +103,9 @@ class ExpertSlabs:
                 f"{offset_bytes + size_bytes} of expert {expert} in {tensor.name}."
             )
         at = place.offset_bytes + number * tensor.slab_bytes + offset_bytes
-        return b"".join(self._files.sources[place.file].stream(at, size_bytes))
+        pieces = self._files.sources[place.file].stream(at, size_bytes)
+        # A piece is valid until the next one only, and ``join`` would take all of them first.
+        return b"".join(bytes(piece) for piece in pieces)
 
     def _take_slice(self, segments: tuple[Segment, ...], sliced: tuple[SlicedTensor, ...]) -> None:
         metadata = self._files.metadata
