@@ -74,19 +74,21 @@ def launch(
         str | None, typer.Option("--templates", help="Folder of own templates.")
     ] = None,
     fallback_memory: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--fallback-memory",
-            help="Mode experts: room for experts that no node computes; 0: this machine does not.",
+            help="Mode experts: RAM of this machine for computing experts whose nodes are all "
+            "away; default: what the plan leaves free, 0: not at all.",
         ),
-    ] = "2GiB",
+    ] = None,
     patience: Annotated[
         float,
         typer.Option(
             "--patience",
             min=0,
             max=3600,
-            help="Mode experts: seconds that a request waits for experts that nobody has.",
+            help="Mode experts: seconds that a request waits for a node when nobody can compute "
+            "what it needs; then it fails with status 503.",
         ),
     ] = DEFAULT_PATIENCE_SECONDS,
     foreground: Annotated[
@@ -111,7 +113,7 @@ def launch(
         templates=templates,
         node_urls=tuple(parse_node_url(url) for url in node or ()),
         use_mdns=not no_mdns,
-        fallback_bytes=parse_bytes(fallback_memory),
+        fallback_bytes=None if fallback_memory is None else parse_bytes(fallback_memory),
         patience_seconds=patience,
     )
     if unit:
@@ -311,7 +313,8 @@ def _unit(request: LaunchRequest, plan_file: Path) -> str:
     if request.templates_folder:
         command += ["--templates", request.templates_folder]
     if request.plan.mode is PlanMode.EXPERTS:
-        command += ["--fallback-memory", str(request.fallback_bytes)]
+        if request.fallback_bytes is not None:
+            command += ["--fallback-memory", str(request.fallback_bytes)]
         command += ["--patience", f"{request.patience_seconds:g}"]
     for url in request.node_urls:
         command += ["--node", url]

@@ -16,12 +16,26 @@ def save_plan(plan: Plan, path: Path) -> None:
     Raises:
         LinkcppError: it cannot be written.
     """
+    _require_folder(path, "the plan", "--output")
+    write_atomically(path, plan_text(plan))
+
+
+def save_counts(counts: RoutingCounts, path: Path) -> None:
+    """Write recorded routing counts, into a folder that is there.
+
+    Raises:
+        LinkcppError: they cannot be written.
+    """
+    _require_folder(path, "the routing counts", "--routing-counts")
+    write_atomically(path, counts.model_dump_json(indent=1) + "\n")
+
+
+def _require_folder(path: Path, what: str, option: str) -> None:
     if not path.parent.is_dir():
         raise LinkcppError(
-            f"There is no folder {path.parent} to write the plan to.",
-            hint="Make it first, or name another file with --output.",
+            f"There is no folder {path.parent} to write {what} to.",
+            hint=f"Make it first, or name another file with {option}.",
         )
-    write_atomically(path, plan_text(plan))
 
 
 def load_plan(path: Path) -> Plan:

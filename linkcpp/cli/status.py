@@ -1,7 +1,9 @@
 """``linkcpp status``: what runs, where, and how well."""
 
 import asyncio
+import shlex
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,11 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from linkcpp.cli.output import console, print_json, window_text
+from linkcpp.cli.plan_files import save_counts
 from linkcpp.cli.status_experts import experts_view
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.launch.api import ApiClient
+from linkcpp.launch.experts.counts import routing_counts_of
 from linkcpp.launch.folder import (
     DeploymentFolder,
     all_deployments,
@@ -40,6 +44,7 @@ _COLOURS = {
 
 @app.command()
 def status(
+    *,
     name: Annotated[
         str | None,
         typer.Argument(help="A deployment, or its plan file (JSON: one object)."),
@@ -52,8 +57,19 @@ def status(
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Ask llama-server for its own counters too.")
     ] = False,
+    routing_counts: Annotated[
+        Path | None,
+        typer.Option(
+            "--routing-counts",
+            metavar="FILE",
+            help="Write how often each expert was chosen, for `linkcpp plan --hot FILE`.",
+        ),
+    ] = None,
 ) -> None:
     """Show what runs, where it runs, and whether it still does."""
+    if routing_counts is not None:
+        _write_counts(find_deployment(name), routing_counts, as_json=as_json)
+        return
     if name is not None:
         name = find_deployment(name).name
     if watch and not as_json:
@@ -70,6 +86,20 @@ def status(
         console().print(f"[dim]{ended} more ended earlier: linkcpp status --all[/]")
     for deployment, values in counters.items():
         console().print(_metrics_table(deployment, values))
+
+
+def _write_counts(folder: DeploymentFolder, path: Path, *, as_json: bool) -> None:
+    counts = routing_counts_of(folder)
+    save_counts(counts, path)
+    if as_json:
+        print_json(counts)
+        return
+    pairs = sum(sum(experts.values()) for experts in counts.layers.values())
+    text = (
+        f"{path} tells of {pairs:,} choices of experts in {len(counts.layers)} layers. Place the "
+        f"often chosen ones nearby with: linkcpp plan --mode experts --hot {shlex.quote(str(path))}"
+    )
+    console().print(text, markup=False, soft_wrap=True)
 
 
 def _reports(name: str | None, *, every: bool) -> list[DeploymentReport]:

@@ -46,6 +46,7 @@ class DeploymentFolder:
         self.engine_log = path / "llama-server.log"
         self.dispatch_log = path / "dispatch.log"
         self.front_log = path / "front.log"
+        self.routing_counts_file = path / "routing-counts.json"
         self.control_file = path / "dispatch-control.json"
 
     def write_request(self, request: LaunchRequest) -> None:

@@ -15,7 +15,6 @@ from linkcpp.node.records import ServerId
 from linkcpp.planning.records import Plan
 
 STATE_SCHEMA_VERSION = 1
-DEFAULT_FALLBACK_BYTES = 2 * 2**30
 DEFAULT_PATIENCE_SECONDS = 20.0
 
 
@@ -24,8 +23,8 @@ class LaunchRequest(Record):
 
     ``api_key_file`` is ``None`` where the API is open, which only loopback may be. In mode
     ``experts`` this machine computes what no worker does, with at most ``fallback_bytes`` of
-    experts in memory (0: it does not); where that cannot be, a request waits for a worker for
-    ``patience_seconds``.
+    experts in memory (0: it does not; ``None``: what the plan leaves free); where that cannot be,
+    a request waits for a worker for ``patience_seconds``.
     """
 
     schema_version: int = STATE_SCHEMA_VERSION
@@ -38,7 +37,7 @@ class LaunchRequest(Record):
     templates_folder: str | None
     node_urls: tuple[str, ...] = ()
     use_mdns: bool = True
-    fallback_bytes: int = Field(default=DEFAULT_FALLBACK_BYTES, ge=0)
+    fallback_bytes: int | None = Field(default=None, ge=0)
     patience_seconds: float = Field(default=DEFAULT_PATIENCE_SECONDS, ge=0, allow_inf_nan=False)
 
 

@@ -16,7 +16,6 @@ from linkcpp.launch.api import check_port, free_port, read_api_key
 from linkcpp.launch.events import first_state
 from linkcpp.launch.folder import DeploymentFolder, deployment_folder, name_from_model
 from linkcpp.launch.records import (
-    DEFAULT_FALLBACK_BYTES,
     DEFAULT_PATIENCE_SECONDS,
     DeploymentState,
     LaunchRequest,
@@ -39,7 +38,7 @@ def make_request(
     templates: str | None,
     node_urls: tuple[str, ...],
     use_mdns: bool,
-    fallback_bytes: int = DEFAULT_FALLBACK_BYTES,
+    fallback_bytes: int | None = None,
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
 ) -> LaunchRequest:
     """Turn what the user said into a whole request, all paths absolute.

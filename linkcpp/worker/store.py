@@ -1,7 +1,7 @@
 """Slabs on an rpc-server: all of a slice at once, or a bounded cache of a whole model."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -103,6 +103,27 @@ def shapes_of(tensors: list[ExpertTensor]) -> dict[str, WeightShape]:
     return {tensor.part: WeightShape(tensor.width, tensor.rows) for tensor in tensors}
 
 
+def least_cache_bytes(tensors: Iterable[ExpertTensor]) -> int:
+    """Return the memory below which ``CachedSlabs`` has no room for one expert of each kind."""
+    kinds = {_signature(layer): layer for layer in _by_layer(tensors).values()}
+    return len(kinds) * max(map(_expert_bytes, kinds.values()), default=0)
+
+
+def _by_layer(tensors: Iterable[ExpertTensor]) -> dict[int, list[ExpertTensor]]:
+    layers: dict[int, list[ExpertTensor]] = {}
+    for tensor in tensors:
+        layers.setdefault(tensor.layer, []).append(tensor)
+    return layers
+
+
+def _signature(tensors: list[ExpertTensor]) -> tuple[object, ...]:
+    return tuple((t.part, t.kind.number, t.width, t.rows) for t in tensors)
+
+
+def _expert_bytes(tensors: list[ExpertTensor]) -> int:
+    return sum(tensor.slab_bytes for tensor in tensors)
+
+
 class LoadedSlabs:
     """All experts of a provider's segments, loaded once; a weight tensor for each layer and part.
 
@@ -177,16 +198,14 @@ class CachedSlabs:
     ) -> None:
         self._rpc = rpc
         self._copier = SlabCopier(rpc, provider)
-        self._layers: dict[int, list[ExpertTensor]] = {}
-        for tensor in provider.tensors:
-            self._layers.setdefault(tensor.layer, []).append(tensor)
-        kinds = {self._signature(tensors): tensors for tensors in self._layers.values()}
+        self._layers = _by_layer(provider.tensors)
+        kinds = {_signature(tensors): tensors for tensors in self._layers.values()}
         self._arenas: dict[tuple[object, ...], _Arena] = {}
         share = memory_bytes // len(kinds)
         self.most_experts = 1 << 30
         self._slot_counts: dict[tuple[object, ...], int] = {}
         for signature, tensors in kinds.items():
-            expert_bytes = sum(tensor.slab_bytes for tensor in tensors)
+            expert_bytes = _expert_bytes(tensors)
             total = sum(t[0].expert_count for t in self._layers.values())
             slots = min(share // expert_bytes, total)
             if slots < least_experts:
@@ -198,10 +217,6 @@ class CachedSlabs:
             self._slot_counts[signature] = slots
             self.most_experts = min(self.most_experts, slots)
         self.loaded_count = 0
-
-    @staticmethod
-    def _signature(tensors: list[ExpertTensor]) -> tuple[object, ...]:
-        return tuple((t.part, t.kind.number, t.width, t.rows) for t in tensors)
 
     def locate(self, layer: int, expert_ids: Numbers) -> tuple[Group, Numbers]:
         """Bring what is missing and tell where it is; see ``SlabStore.locate``."""
@@ -227,7 +242,7 @@ class CachedSlabs:
         return arena.group, slots[expert_ids]
 
     def _arena(self, tensors: list[ExpertTensor]) -> _Arena:
-        signature = self._signature(tensors)
+        signature = _signature(tensors)
         if signature not in self._arenas:
             count = self._slot_counts[signature]
             weights = {tensor.part: allocate(self._rpc, tensor, count) for tensor in tensors}

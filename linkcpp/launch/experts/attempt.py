@@ -18,6 +18,7 @@ from linkcpp.launch.events import EngineStarted, EngineStopped, Noticed, PhaseEn
 from linkcpp.launch.experts.decisions import next_step_of, uncovered_sentence, unproved_experts
 from linkcpp.launch.experts.dispatching import Dispatcher
 from linkcpp.launch.experts.events import BackboneCopied, DispatchSeen, FallbackChosen
+from linkcpp.launch.experts.fallback import fallback_room
 from linkcpp.launch.experts.files import Backbone, ExpertFiles
 from linkcpp.launch.experts.front import READY_PATTERN as FRONT_READY
 from linkcpp.launch.experts.front import FrontConfig
@@ -100,8 +101,12 @@ class ExpertsAttempt(Attempt):
 
         self._backbone = await files.backbone(tell)
         tell(self._backbone, self._backbone.copied_bytes)
-        has_fallback = files.full_model is not None and request.fallback_bytes > 0
-        self._journal.emit(FallbackChosen(has_fallback))
+        room = fallback_room(
+            self._plan, asked_bytes=request.fallback_bytes, least_bytes=files.least_fallback_bytes
+        )
+        self._journal.emit(FallbackChosen(room.size_bytes, room.why_not))
+        if room.warning:
+            self._journal.emit(Noticed(room.warning))
         self._files = files
 
     async def _start_dispatch(self) -> None:
@@ -112,7 +117,7 @@ class ExpertsAttempt(Attempt):
             engine=engine.location,
             model=str(self._backbone.path),
             fallback_model=str(self._files.full_model) if self._experts.has_fallback else None,
-            fallback_bytes=max(request.fallback_bytes, 1),
+            fallback_bytes=self._experts.fallback_bytes,
             check_model_digest=self._files.digest,
             control_token=secrets.token_urlsafe(32),
             log_folder=self._folder.path,
@@ -120,6 +125,7 @@ class ExpertsAttempt(Attempt):
             patience_seconds=request.patience_seconds,
             zero_missing=True,
             failure_counter=self._counter_file,
+            routing_counts=self._folder.routing_counts_file,
         )
         dispatcher = await Dispatcher.start(
             config, folder=self._folder.path, log_path=self._folder.dispatch_log

@@ -32,9 +32,10 @@ class BackboneCopied:
 
 @dataclass(frozen=True)
 class FallbackChosen:
-    """Whether this machine computes what no worker does."""
+    """This machine computes what no worker does, in so much memory; 0: it does not."""
 
-    has_fallback: bool
+    size_bytes: int
+    why_not: str | None
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,13 @@ def apply_to_experts(state: ExpertsState, event: ExpertsEvent) -> ExpertsState: 
                 "backbone_done_bytes": done_bytes,
             }
             return state.model_copy(update=changes)
-        case FallbackChosen(has_fallback):
-            return state.model_copy(update={"has_fallback": has_fallback})
+        case FallbackChosen(size_bytes, why_not):
+            changes = {
+                "has_fallback": size_bytes > 0,
+                "fallback_bytes": size_bytes,
+                "fallback_absence": why_not,
+            }
+            return state.model_copy(update=changes)
         case SliceSeen(share, file_bytes, done_bytes, transferred_bytes):
             changes = {
                 "slice_bytes": file_bytes,

@@ -28,6 +28,8 @@ from linkcpp.model.slices.writing import (
 )
 from linkcpp.node.records import SliceId
 from linkcpp.node.slice_files import slice_id
+from linkcpp.worker.slabs import GgufSlabs
+from linkcpp.worker.store import least_cache_bytes
 
 _SAMPLE_BYTES = 4096
 
@@ -52,6 +54,7 @@ class ExpertFiles:
 
     ``full_model`` is the file on this machine that has all experts, ``url`` the address at which
     the model lies on the web; either may be missing, and with a hollow file both are.
+    ``least_fallback_bytes`` of memory are needed to compute experts from ``full_model``.
     """
 
     def __init__(self, location: str, planned_source: str) -> None:
@@ -67,7 +70,17 @@ class ExpertFiles:
         self.folder = cache_folder() / "experts" / name
         self.url = next((text for text in (location, planned_source) if is_url(text)), None)
         self.full_model = None if is_hollow or is_url(location) else Path(self._first_file)
+        self.least_fallback_bytes = self._least_fallback_bytes()
         self._locks: dict[SliceId, asyncio.Lock] = {}
+
+    def _least_fallback_bytes(self) -> int | None:
+        if self.full_model is None:
+            return None
+        slabs = GgufSlabs(self.full_model)
+        try:
+            return least_cache_bytes(slabs.tensors)
+        finally:
+            slabs.close()
 
     @property
     def has_experts(self) -> bool:

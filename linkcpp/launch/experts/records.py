@@ -106,7 +106,8 @@ class ExpertsState(Record):
     """The experts of a deployment.
 
     The backbone file has ``backbone_bytes`` by its length, of which ``backbone_copied_bytes`` are
-    not holes. ``has_fallback`` tells whether this machine computes what no worker does.
+    not holes. ``has_fallback`` tells whether this machine computes what no worker does, with at
+    most ``fallback_bytes`` of experts in memory; ``fallback_absence`` says why it does not.
     """
 
     workers: tuple[WorkerState, ...]
@@ -115,5 +116,7 @@ class ExpertsState(Record):
     backbone_copied_bytes: int = 0
     backbone_done_bytes: int = 0
     has_fallback: bool = False
+    fallback_bytes: int = 0
+    fallback_absence: str | None = None
     fallback_failure: str | None = None
     dispatch: DispatchCounts = DispatchCounts()
