@@ -47,7 +47,8 @@ def test_status_tells_what_every_worker_holds_and_did(experts: Experts, url: str
             assert worker["slice_bytes"] - worker["slab_bytes"] < 32_768
     seen = state["dispatch"]
     computed = sum(worker["total"]["pair_count"] for worker in state["workers"])
-    assert computed == seen["pair_count"] > 0
+    # Workers also compute pairs that were guessed too early and then were not wanted.
+    assert computed >= seen["pair_count"] > 0
     assert seen["failed_call_count"] == seen["fallback_pair_count"] == 0
     assert seen["missing_expert_count"] == 0
     text = experts.swarm.run("status", NAME).stdout
