@@ -8,8 +8,10 @@ import difflib
 import importlib
 import io
 import os
+import signal
 import sys
 import traceback
+from types import FrameType
 from typing import Any
 
 import typer
@@ -111,8 +113,18 @@ def _root(
     """Take the options that stand before the verb."""
 
 
+def _end_as_by_ctrl_c(_: int, frame: FrameType | None) -> None:
+    # Called and not raised: a shell starts its background jobs with SIGINT ignored.
+    handler = signal.getsignal(signal.SIGINT)
+    (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
+
+
 def main() -> None:
-    """Run the command line; the entry point of the ``linkcpp`` program."""
+    """Run the command line; the entry point of the ``linkcpp`` program.
+
+    SIGTERM ends a verb as Ctrl-C does, so that it leaves as little behind.
+    """
+    signal.signal(signal.SIGTERM, _end_as_by_ctrl_c)
     for stream in (sys.stdout, sys.stderr):
         # A terminal without Unicode gets question marks instead of an encoding error.
         if isinstance(stream, io.TextIOWrapper):

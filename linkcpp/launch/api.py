@@ -100,16 +100,20 @@ def read_api_key(path: Path) -> str:
     hint = "Give --api-key-file a file with one key a line."
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LinkcppError(f"The API key file {path} cannot be read: {error}.", hint=hint) from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        problem = f"The API key file {path} cannot be read: {reason}."
+        raise LinkcppError(problem, hint=hint) from None
+    except UnicodeDecodeError:
+        raise LinkcppError(f"The API key file {path} is not text.", hint=hint) from None
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
             return line.strip()
     raise LinkcppError(f"The API key file {path} holds no key.", hint=hint)
 
 
-def check_port(host: str, port: int) -> None:
-    """See that llama-server will be able to listen.
+def check_port(host: str, port: int) -> int:
+    """See that llama-server will be able to listen; returns the port, a free one for 0.
 
     Raises:
         LinkcppError: the port is taken or may not be used, or the address is not this machine's.
@@ -123,17 +127,24 @@ def check_port(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)
+            return int(probe.getsockname()[1])
+    except (socket.gaierror, UnicodeError) as error:
+        raise LinkcppError(
+            f"The API cannot listen on {host!r}, which is no address or name that is known here.",
+            hint="Give an address of this machine with --host.",
+        ) from error
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise LinkcppError(
             f"The API cannot listen on {host} port {port}: {reason}.",
-            hint="Choose another port with --port, or 0 for any that is free.",
+            hint="Choose another port with --port (0: any that is free), or another --host.",
         ) from error
 
 
 def free_port(host: str) -> int:
-    """Return a port that nobody listens on now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens on now.
+
+    Raises:
+        LinkcppError: the address is not this machine's.
+    """
+    return check_port(host, 0)

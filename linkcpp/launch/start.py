@@ -46,7 +46,7 @@ def make_request(
     Raises:
         LinkcppError: there is no model file, or no deployment can have the name.
     """
-    folder = deployment_folder(name or name_from_model(plan.model.name))
+    folder = deployment_folder(name_from_model(plan.model.name) if name is None else name)
     own_templates = templates_folder(templates)
     key_file = expand_home(api_key_file).resolve() if api_key_file else None
     if key_file is not None:
@@ -159,6 +159,6 @@ def states_until_up(
             raise LinkcppError(
                 f"The supervisor of {folder.name!r} ended unexpectedly "
                 f"(exit code {supervisor.returncode}).",
-                hint=f"See {folder.supervisor_log}; `linkcpp stop {folder.name}` cleans up.",
+                hint=f"See {folder.supervisor_log}.",
             )
         time.sleep(POLL_SECONDS)

@@ -161,6 +161,11 @@ def _bind(host: str, port: int) -> socket.socket:
         opened.bind(address)
         opened.listen(128)
         opened.setblocking(False)
+    except (socket.gaierror, UnicodeError) as error:
+        raise LinkcppError(
+            f"Cannot listen on {host!r}, which is no address or name that is known here.",
+            hint="Give an address of this machine with --host.",
+        ) from error
     except OSError as error:
         if opened is not None:
             opened.close()

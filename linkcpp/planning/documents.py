@@ -33,7 +33,7 @@ def parse_plan(text: bytes | str, *, source: str) -> Plan:
     except (ValueError, RecursionError) as error:
         raise LinkcppError(f"{source} is not a plan: it is not JSON.", hint=_MAKE_AGAIN) from error
     version = data.get("schema_version") if isinstance(data, dict) else None
-    if not isinstance(version, int):
+    if not isinstance(version, int) or version < 1:
         raise LinkcppError(f"{source} is not a plan: it has no schema_version.", hint=_MAKE_AGAIN)
     if version > SCHEMA_VERSION:
         raise LinkcppError(

@@ -1,6 +1,7 @@
 """The plan: one frozen value from which every command line derives."""
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field
 
@@ -12,6 +13,9 @@ from linkcpp.model.slices.segments import Segment
 SCHEMA_VERSION = 1
 # llama-server refuses `-ts` with 16 entries, and its scheduler has 16 backends, the CPU among them.
 MOST_DEVICES = 15
+
+# JSON has no infinity: what is not finite could not be read back.
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class PlanMode(StrEnum):
@@ -115,8 +119,8 @@ class Stage(Record):
     holds_output: bool
     expert_layers_in_ram: tuple[int, ...] = ()
     memory: DeviceMemory
-    compute_ms: float = 0.0
-    network_ms: float = 0.0
+    compute_ms: Finite = 0.0
+    network_ms: Finite = 0.0
 
     @property
     def slot_count(self) -> int:
@@ -142,9 +146,9 @@ class ExpertShare(Record):
     memory: DeviceMemory
     unit_count: int = 0
     replica_count: int = 0
-    work_share: float = 0.0
-    compute_ms: float = 0.0
-    network_ms: float = 0.0
+    work_share: Finite = 0.0
+    compute_ms: Finite = 0.0
+    network_ms: Finite = 0.0
 
 
 class ExpertExpectation(Record):
@@ -156,10 +160,10 @@ class ExpertExpectation(Record):
     fewer holders than were asked for.
     """
 
-    typical_token_ms: float
+    typical_token_ms: Finite
     round_trip_count: int
-    sent_bytes: float
-    received_bytes: float
+    sent_bytes: Finite
+    received_bytes: Finite
     unit_count: int
     short_unit_count: int
 
@@ -171,10 +175,10 @@ class Expectation(Record):
     0 means proved optimal. ``assumptions`` name speeds and links that were not measured.
     """
 
-    token_ms: float
-    compute_ms: float
-    network_ms: float
-    optimality_gap: float
+    token_ms: Finite
+    compute_ms: Finite
+    network_ms: Finite
+    optimality_gap: Finite
     objective: str
     assumptions: tuple[str, ...] = ()
     experts: ExpertExpectation | None = None

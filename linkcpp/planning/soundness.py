@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from linkcpp.common.text import printable
 from linkcpp.planning.records import (
     MOST_DEVICES,
     DeviceMemory,
@@ -22,6 +23,7 @@ def unsound(plan: Plan) -> str | None:
 
 
 def _problems(plan: Plan) -> Iterator[str]:
+    yield from _of_names(plan)
     yield from _of_windows(plan.stages, plan.model.layer_count)
     yield from _of_devices(plan)
     yield from _of_shares(plan)
@@ -30,6 +32,15 @@ def _problems(plan: Plan) -> Iterator[str]:
     for part in parts:
         if not (part.is_coordinator and part.device == "CPU"):
             yield from _of_memory(f"{part.node_name} {part.device}", part.memory)
+
+
+def _of_names(plan: Plan) -> Iterator[str]:
+    parts: tuple[Stage | ExpertShare, ...] = (*plan.stages, *plan.expert_shares)
+    names = [plan.model.name, plan.coordinator_name]
+    names += [name for part in parts for name in (part.node_name, part.device)]
+    for name in names:
+        if not name.isprintable():
+            yield f"the name {printable(name)!r} in it has characters that no name has"
 
 
 def _of_windows(stages: tuple[Stage, ...], layer_count: int) -> Iterator[str]:

@@ -142,14 +142,43 @@ def test_a_key_file_without_a_key(pair: Swarm, plan: Path, tmp_path: Path) -> No
     assert "holds no key" in _refusal(pair, plan, "--api-key-file", str(keys))
 
 
-def test_ctrl_c_in_the_middle_of_a_launch_leaves_nothing(pair: Swarm, plan: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "told"), [(None, "no such file or directory."), (b"\xff\n", "is not text.")]
+)
+def test_a_key_file_that_cannot_be_read_is_told_without_jargon(
+    pair: Swarm, plan: Path, tmp_path: Path, content: bytes | None, told: str
+) -> None:
+    keys = tmp_path / "keys"
+    if content is not None:
+        keys.write_bytes(content)
+    refusal = _refusal(pair, plan, "--api-key-file", str(keys))
+    assert told in refusal
+    assert "Errno" not in refusal
+
+
+@pytest.mark.parametrize("host", ["x" * 100, "a..b", ""])
+@pytest.mark.parametrize("port", ["0", "8123"])
+def test_a_host_that_no_machine_can_have(pair: Swarm, plan: Path, host: str, port: str) -> None:
+    told = _refusal(pair, plan, "--host", host, "--port", port)
+    assert f"cannot listen on {host!r}, which is no address" in told
+
+
+def test_an_empty_name_is_no_name(pair: Swarm, plan: Path) -> None:
+    assert "'' is not a name" in _refusal(pair, plan, "--name", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_in_the_middle_of_a_launch_leaves_nothing(
+    pair: Swarm, plan: Path, number: signal.Signals
+) -> None:
     launching = pair.start("launch", str(plan), "--name", "halfway", "--port", "0", "--no-mdns")
     state_file = pair.home / "state" / "deployments" / "halfway" / "state.json"
+    state_file.unlink(missing_ok=True)
     wait_until(
         lambda: state_file.exists() and json.loads(state_file.read_text())["llama_server"],
         launching,
     )
-    launching.send_signal(signal.SIGINT)
+    launching.send_signal(number)
     assert launching.wait(60) == 130
     assert not pair.processes()
     assert all(not agent.children() for agent in pair.agents.values())

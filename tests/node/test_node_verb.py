@@ -48,6 +48,7 @@ def test_a_taken_port_is_told_in_one_sentence_with_the_way_out() -> None:
     [
         (("--memory", "lots"), "'lots' is not a size"),
         (("--host", "192.0.2.1", "--port", "0"), "Cannot listen on 192.0.2.1"),
+        (("--host", "a..b", "--port", "0"), "Cannot listen on 'a..b', which is no address"),
     ],
 )
 def test_a_setting_that_cannot_be_is_told_in_one_sentence(

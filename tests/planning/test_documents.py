@@ -41,11 +41,39 @@ def test_a_plan_of_a_newer_linkcpp_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "null", '{"schema_version": "1"}', "[" * 100_000, "\x00"]
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "null",
+        '{"schema_version": "1"}',
+        "[" * 100_000,
+        "\x00",
+        '{"schema_version": -1}',
+    ],
 )
 def test_what_is_not_a_plan_is_refused(text: str) -> None:
     with pytest.raises(LinkcppError, match="not a plan"):
         parse_plan(text, source="p.json")
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999"])
+def test_a_time_that_cannot_be_written_back_is_refused(number: str) -> None:
+    data = json.loads(plan_text(PLAN))
+    data["stages"][0]["compute_ms"] = "<number>"
+    text = json.dumps(data).replace('"<number>"', number)
+    with pytest.raises(LinkcppError, match=r"compute_ms.* finite number"):
+        parse_plan(text, source="p.json")
+
+
+@pytest.mark.parametrize("key", ["node_name", "device"])
+def test_a_name_with_an_escape_sequence_is_refused_without_showing_it(key: str) -> None:
+    data = json.loads(plan_text(PLAN))
+    data["stages"][-1][key] = "ash\x1b[31m"
+    with pytest.raises(LinkcppError, match="characters that no name has") as refused:
+        parse_plan(json.dumps(data), source="p.json")
+    assert "\x1b" not in refused.value.message
 
 
 def test_a_plan_with_a_part_missing_names_it() -> None:
