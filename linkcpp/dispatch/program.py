@@ -82,14 +82,12 @@ class Program:
     """What one graph becomes: requests for the backing server, and experts between them.
 
     ``follower`` is the program that came after it last time: most likely the next one again, so
-    comparing with its ``payload`` spares looking it up by a hash over all bytes. ``burst_bytes`` is
-    how much the client sent the last time from the answer before this graph to the one after it.
+    comparing with its ``payload`` spares looking it up by a hash over all bytes.
     """
 
     payload: bytes
     steps: tuple[Step, ...]
     follower: "Program | None" = None
-    burst_bytes: int = 0
 
 
 class Binder(NamedTuple):

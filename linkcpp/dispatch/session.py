@@ -69,7 +69,6 @@ class Session:
         self._replies: list[Buffer] = []
         self._reply_bytes = 0
         self._program: Program | None = None
-        self._has_run = False
         self._experts = ExpertRunner(device)
         # What this client put where since the last command that is no SET.
         self._known: dict[int, bytes] = {}
@@ -103,7 +102,7 @@ class Session:
         """
         limit_sending(self._socket, _STALL_SECONDS)
         backing = self._device.backing
-        while (requests := self._requests.read(self._expected_bytes())) is not None:
+        while (requests := self._requests.read()) is not None:
             with self._device.lock:
                 if self._device.failure is not None:
                     return
@@ -112,20 +111,14 @@ class Session:
                         self._handlers[command](payload)
                         if self._reply_bytes > _REPLY_BYTES:
                             self._send_replies()
-                    # SETs alone can wait: a write of their own would wake the server for nothing.
-                    if self._has_run or backing.queued_bytes > _QUEUE_BYTES:
-                        self._has_run = False
+                    # Whatever is wanted back comes with a request of its own, and what was queued
+                    # leaves with that: one write, and the backing server wakes once.
+                    if backing.queued_bytes > _QUEUE_BYTES:
                         backing.flush()
                 except WireError as error:
                     self._device.fail(error)
                     return
             self._send_replies()
-
-    def _expected_bytes(self) -> int:
-        """How much llama-server sent the last time before the graph that is likely to be next."""
-        if self._program is None or self._program.follower is None:
-            return 0
-        return self._program.follower.burst_bytes
 
     def close(self) -> None:
         """Free what the client allocated."""
@@ -147,9 +140,6 @@ class Session:
         if not self._replies:
             return
         replies, self._replies, self._reply_bytes = self._replies, [], 0
-        burst_bytes = self._requests.end_burst()
-        if self._program is not None:
-            self._program.burst_bytes = burst_bytes
         send_all(self._socket, replies)
 
     def _fixed(self, command: Command) -> bytes:
@@ -360,7 +350,6 @@ class Session:
 
     def _run_program(self, program: Program) -> None:
         known, self._known = self._known, {}
-        self._has_run = True
         self._device.counters.graph_count += 1
         for step in program.steps:
             if isinstance(step, BoundCall):
