@@ -200,6 +200,27 @@ async def test_slots_cannot_be_restored_from_outside(front: Front) -> None:
     assert engine.erased == []
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("OPTIONS *", b" 400 "),
+        ("GET http://elsewhere.example/health", b" 400 "),
+        ("POST http://elsewhere.example/v1/completions", b" 400 "),
+        ("CONNECT elsewhere.example:80", b" 400 "),
+        # Both lengths at once: the chunks count.
+        ("POST /v1/models HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5", b" 200 "),
+    ],
+)
+async def test_an_odd_request_is_no_defect(front: Front, head: str, status: bytes) -> None:
+    client, _ = front
+    version = "" if "HTTP/" in head else " HTTP/1.1"
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+    body = "2\r\n{}\r\n0\r\n\r\n" if "chunked" in head else ""
+    writer.write(f"{head}{version}\r\nHost: x\r\nConnection: close\r\n\r\n{body}".encode())
+    assert status in await asyncio.wait_for(reader.readline(), 20)
+    writer.close()
+
+
 async def test_a_llama_server_that_is_gone_is_a_502(tmp_path: Path) -> None:
     path = tmp_path / "failures"
     FailureCounter(path, is_writer=True)

@@ -82,6 +82,9 @@ class Exchange:
             answer = await self._upstream.send(
                 self._scope["method"], self._target(), self._headers(), self._body()
             )
+        except httpx.InvalidURL:
+            await self.refuse(Refusal(400, "The request's target is no path of this server."))
+            return
         except httpx.HTTPError as error:
             await self.refuse(Refusal(502, f"llama-server does not answer: {_reason(error)}."))
             return
@@ -129,7 +132,11 @@ class Exchange:
         return target + b"?" + query if query else target
 
     def _headers(self) -> Headers:
-        return [(k, v) for k, v in self._scope["headers"] if k.lower() not in _OWN_HEADERS]
+        headers: Headers = [(k.lower(), v) for k, v in self._scope["headers"]]
+        dropped = _OWN_HEADERS
+        if any(name == b"transfer-encoding" for name, _ in headers):
+            dropped |= {b"content-length"}  # which then says nothing (RFC 9112, section 6.3)
+        return [(name, value) for name, value in headers if name not in dropped]
 
     def _body(self) -> AsyncIterator[bytes] | None:
         names = {name.lower() for name, _ in self._scope["headers"]}
@@ -164,4 +171,4 @@ async def _true(waiting: Coroutine[Any, Any, Any]) -> bool:
 
 
 def _reason(error: httpx.HTTPError) -> str:
-    return str(error) or type(error).__name__
+    return str(error).rstrip(".") or type(error).__name__

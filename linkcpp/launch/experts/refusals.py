@@ -12,7 +12,12 @@ from linkcpp.model.slices.segments import merge_ranges, write_ranges
 
 _ASK_SECONDS = 2.0
 _NAMED_LAYERS = 4
-_TYPES = {501: "not_supported_error", 502: "server_error", 503: "unavailable_error"}
+_TYPES = {
+    400: "invalid_request_error",
+    501: "not_supported_error",
+    502: "server_error",
+    503: "unavailable_error",
+}
 
 
 @dataclass(frozen=True)
