@@ -84,16 +84,22 @@ class Setup:
         calls = after["call_count"] - before["call_count"]
         grown = {key: (after[key] - before[key]) / calls * 1e6
                  for key in ("read_seconds", "swarm_seconds")}  # fmt: skip
-        shares = [
-            (worker["mean_wait_ms"], worker["mean_compute_ms"]) for worker in after["workers"]
-        ]
-        compute = 1000 * max(share[1] for share in shares)
+        # Workers compute at the same time, so the slowest one's share counts.
+        compute = 1000 * max(
+            (_computed_ms(new) - _computed_ms(old)) / calls
+            for old, new in zip(before["workers"], after["workers"], strict=True)
+        )
         self.wakes = (self._sleeps() - slept) / calls
         self.layer_us = {
             "ids": grown["read_seconds"],
             "worker_compute": compute,
             "worker_wire_and_wait": grown["swarm_seconds"] - compute,
         }
+
+
+def _computed_ms(worker: dict[str, Any]) -> float:
+    total: float = worker["mean_compute_ms"] * worker["request_count"]
+    return total
 
 
 @contextlib.contextmanager
