@@ -32,12 +32,21 @@ def stop(
         raise LinkcppError("Give a name or --all, not both.")
     folders = all_deployments() if every else [existing_deployment(name)]
     results = {}
+    problems = []
     for folder in folders:
-        results[folder.name] = stop_deployment(folder)
+        try:
+            results[folder.name] = stop_deployment(folder)
+        except LinkcppError as error:
+            # One that cannot be read must not keep the others running.
+            problems.append(error)
+            continue
         was_live = results[folder.name] is not StopResult.WAS_STOPPED
         if not as_json and (was_live or not every):
             console().print(f"{folder.name}: {_WORDS[results[folder.name]]}")
     if as_json:
         print_json({deployment: result.value for deployment, result in results.items()})
-    elif every and set(results.values()) <= {StopResult.WAS_STOPPED}:
+    elif every and not problems and set(results.values()) <= {StopResult.WAS_STOPPED}:
         console().print("There is nothing to stop.")
+    if problems:
+        messages = " ".join(error.message for error in problems)
+        raise LinkcppError(messages, hint=problems[0].hint)

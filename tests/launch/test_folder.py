@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from linkcpp.cli.stop import stop
 from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.enginelog import Buffer, BufferKind
 from linkcpp.launch.events import (
@@ -191,3 +192,14 @@ def test_the_api_of_a_wildcard_address_is_reached_by_loopback() -> None:
     assert api_url("0.0.0.0", 80) == "http://127.0.0.1:80"
     assert api_url("::", 80) == "http://[::1]:80"
     assert api_url("10.0.0.7", 80) == "http://10.0.0.7:80"
+
+
+def test_stop_all_stops_the_others_where_one_cannot_be_read() -> None:
+    broken, crashed = deployment_folder("broken"), deployment_folder("crashed")
+    broken.path.mkdir(parents=True)
+    broken.state_file.write_text("{")
+    crashed.path.mkdir(parents=True)
+    crashed.write_state(_state("crashed"))
+    with pytest.raises(LinkcppError, match=r"broken/state\.json"):
+        stop(every=True)
+    assert crashed.read_state().phase is Phase.STOPPED
