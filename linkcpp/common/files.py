@@ -18,6 +18,10 @@ def write_atomically(path: Path, content: bytes | str, *, mode: int = 0o644) -> 
     """
     data = content.encode() if isinstance(content, str) else content
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            # A device or pipe, such as /dev/null, is written to: root must not replace it.
+            path.write_bytes(data)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:

@@ -23,6 +23,16 @@ def test_a_file_is_replaced_whole_and_has_its_mode(tmp_path: Path) -> None:
     assert _names(path.parent) == ["secret"]
 
 
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(path, "text")
+    assert os.read(reader, 100) == b"text"
+    assert path.is_fifo()
+    os.close(reader)
+
+
 def test_an_interrupted_write_leaves_the_old_file_and_no_litter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -292,6 +292,14 @@ def test_an_expert_that_ends_within_a_block_is_refused(tmp_path: Path) -> None:
         cut(path, tmp_path / "s.gguf", "0:0")
 
 
+def test_a_pipe_or_device_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(LinkcppError, match="is no file"):
+        cut(qwen3moe(), pipe, "0:0")
+    assert pipe.is_fifo()
+
+
 def test_the_model_itself_is_not_overwritten(tmp_path: Path) -> None:
     model = Path(shutil.copy(qwen3moe(), tmp_path))
     with pytest.raises(LinkcppError, match="is the model itself"):

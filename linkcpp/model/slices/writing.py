@@ -217,6 +217,9 @@ def _prepared(target: Target, job: CopyJob, files: ModelFiles) -> Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise LinkcppError(f"{path} is a folder.", hint="Give the name of a file to write.")
+        if path.exists() and not path.is_file():
+            # A device or pipe would be replaced, such as /dev/null for root.
+            raise LinkcppError(f"{path} is no file.", hint="Give the name of a file to write.")
     except OSError as error:
         raise LinkcppError(
             f"Cannot write {path}: {error.strerror}.", hint="Choose another folder."
