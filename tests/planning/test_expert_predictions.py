@@ -1,5 +1,6 @@
 """Plans of mode experts on real engines: the command line, the bits, and a worker's memory."""
 
+import asyncio
 import contextlib
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import psutil
 
 from linkcpp.cluster.records import Cluster
 from linkcpp.engine.records import EngineLocation
+from linkcpp.engine.rpc_server import start_rpc_server
 from linkcpp.model.inventory import read_inventory
 from linkcpp.model.slices.segments import Segment
 from linkcpp.planning.arguments import server_arguments
@@ -27,6 +29,17 @@ from tests.support.tiny_model import Q8_0, TinyModel
 
 PROMPT = "the of and to in a is that it for on was with"
 WORKER_BYTES = WORKER_SCRATCH_BYTES + WORKER_PROGRAM_BYTES
+
+
+async def idle_rpc_server_bytes(engine: EngineLocation, folder: Path) -> int:
+    """What the program takes before it holds anything: its code, libraries and tables."""
+    server = await start_rpc_server(engine, device="CPU", log_path=folder / "idle.log", threads=1)
+    try:
+        keeper = psutil.Process(server.process.pid)
+        family = (keeper, *keeper.children(recursive=True))
+        return max(peak_bytes(process.pid) for process in family if "rpc" in process.name())
+    finally:
+        await server.process.stop()
 
 
 def small_cluster(*rooms: int, major: int) -> Cluster:
@@ -119,5 +132,6 @@ def test_a_worker_takes_the_memory_that_the_plan_counts(
         family = (program, *program.children(recursive=True))
         peaks = {process.name(): peak_bytes(process.pid) for process in family}
     slabs = share.memory.weight_bytes
-    assert slabs < peaks["ggml-rpc-server"] < slabs + WORKER_SCRATCH_BYTES
+    own = asyncio.run(idle_rpc_server_bytes(stock_engine, tmp_path))
+    assert slabs < peaks["ggml-rpc-server"] < slabs + WORKER_SCRATCH_BYTES + own
     assert sum(peaks.values()) < share.memory.used_bytes == slabs + WORKER_BYTES
