@@ -121,7 +121,8 @@ async def test_a_change_is_advertised_again() -> None:
     async with Advertiser(advertisement(4712, "change-1"), bind_host="127.0.0.1") as advertiser:
         await until_heard(lambda told: told.port == 4712)
         await advertiser.update(advertisement(4713, "change-1", "4G"))
-        await until_heard(lambda told: told.port == 4713)
+        heard = await until_heard(lambda told: told.port == 4713)
+    assert heard.port == 4713
 
 
 async def test_two_nodes_with_one_name_are_both_heard() -> None:

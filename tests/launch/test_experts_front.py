@@ -144,7 +144,7 @@ async def test_a_client_that_goes_away_ends_the_request_at_llama_server(front: F
     client, engine = front
     async with client.stream("POST", "/stream", json={}) as answer:
         await anext(answer.aiter_bytes())
-    await asyncio.wait_for(engine.aborted.wait(), 20)
+    assert await asyncio.wait_for(engine.aborted.wait(), 20)
 
 
 async def test_a_failed_request_is_a_503_that_names_the_experts(front: Front) -> None:
