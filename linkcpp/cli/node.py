@@ -21,12 +21,12 @@ from linkcpp.cluster.measure import CPU, cpu_read_rate
 from linkcpp.cluster.records import NodeDevice, NodeRecord
 from linkcpp.cluster.token import ensure_token, token_path
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.service import systemd_unit
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes, parse_bytes
 from linkcpp.engine.records import Engine
 from linkcpp.node.agent import AgentOptions, NodeAgent, engine_or_problem, measure_overhead
 from linkcpp.node.alone import only_agent
-from linkcpp.node.service import systemd_unit
 from linkcpp.node.serving import listen
 
 app = verb(help="Run this machine's node agent.")
@@ -74,7 +74,12 @@ def node(
     smaller by what its plan says and by what its rpc-server takes for itself.
     """
     if unit:
-        console().print(systemd_unit(_unit_command()), end="", markup=False, soft_wrap=True)
+        console().print(
+            systemd_unit("node", "linkcpp node agent", _unit_command()),
+            end="",
+            markup=False,
+            soft_wrap=True,
+        )
         return
     config = load_config()
     limit = parse_bytes(memory) if memory is not None else config.memory_limit_bytes

@@ -11,10 +11,10 @@ import pytest
 
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.service import systemd_unit
 from linkcpp.engine.records import EngineLocation
 from linkcpp.node.agent import engine_or_problem
 from linkcpp.node.client import NodeClient
-from linkcpp.node.service import systemd_unit
 from linkcpp.node.serving import listen
 from tests.node.agents import agent_process
 
@@ -103,6 +103,8 @@ def test_a_port_that_only_ipv4_has_taken_is_refused_too() -> None:
 
 def test_the_systemd_unit_runs_this_command_with_these_settings() -> None:
     unit = systemd_unit(
+        "node",
+        "linkcpp node agent",
         ["/opt/my tools/linkcpp", "node", "--name", "50% of $HOME"],
         {"LINKCPP_HOME": "/srv/linkcpp", "SECRET": "hidden"},
     )

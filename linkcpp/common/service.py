@@ -1,4 +1,4 @@
-"""The node agent as a service of the system."""
+"""A verb of linkcpp that runs until it is stopped, as a service of the system."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,13 @@ import jinja2
 from linkcpp.common.resources import resource_folder
 from linkcpp.common.systemd import quoted
 
-_TEMPLATE = "systemd/linkcpp-node.service.j2"
-# What changes where the agent finds its folders, its token and its engine.
+_TEMPLATE = "systemd/linkcpp-service.service.j2"
+# What changes where a service finds its folders, its token and its engine, and whom it trusts.
 _VARIABLES = (
     "LINKCPP_HOME",
     "LINKCPP_TOKEN_FILE",
     "LINKCPP_ENGINE",
+    "SSL_CERT_FILE",
     "XDG_CONFIG_HOME",
     "XDG_STATE_HOME",
     "XDG_CACHE_HOME",
@@ -21,8 +22,16 @@ _VARIABLES = (
 )
 
 
-def systemd_unit(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
-    """Write a systemd unit that runs ``command`` with linkcpp's settings of ``environment``."""
+def systemd_unit(
+    verb: str,
+    description: str,
+    command: Sequence[str],
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """Write a systemd unit that runs ``command`` with linkcpp's settings of ``environment``.
+
+    ``verb`` names the unit (``linkcpp-VERB``), ``description`` says to people what runs.
+    """
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(resource_folder("templates")),
         undefined=jinja2.StrictUndefined,
@@ -31,6 +40,8 @@ def systemd_unit(command: Sequence[str], environment: Mapping[str, str] = os.env
         autoescape=False,  # noqa: S701 - a unit file, not HTML; every value is quoted below
     )
     return templates.get_template(_TEMPLATE).render(
+        verb=verb,
+        description=description,
         command=" ".join(quoted(word) for word in command),
         environment=[
             quoted(f"{key}={environment[key]}") for key in _VARIABLES if key in environment
