@@ -16,3 +16,11 @@ class WireRecord(Record):
     """A record received from another machine; unknown fields of a newer peer are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="null")
+
+
+class ErrorBody(WireRecord):
+    """A refused call: a stable code, one sentence, and the way out."""
+
+    code: str
+    message: str
+    hint: str | None = None

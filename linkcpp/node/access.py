@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from linkcpp.cluster.token import tokens_equal
-from linkcpp.node.records import ErrorBody
+from linkcpp.common.records import ErrorBody
 
 HEALTH_PATH = "/v1/health"
 MAX_BODY_BYTES = 64 * 1024

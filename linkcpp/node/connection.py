@@ -16,13 +16,10 @@ from linkcpp.cluster.config import node_url
 from linkcpp.cluster.records import Health
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.records import Record
+from linkcpp.common.records import ErrorBody, Record
 from linkcpp.common.text import printable
 from linkcpp.node.link import tune_transport
-from linkcpp.node.records import (
-    BRIDGE_MAX_MESSAGE_BYTES,
-    ErrorBody,
-)
+from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
 
 PING_INTERVAL_SECONDS = 5.0
 PING_TIMEOUT_SECONDS = 30.0

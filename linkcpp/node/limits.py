@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from linkcpp.cluster.measure import CPU, Promise
 from linkcpp.cluster.records import NodeDevice, NodeRecord
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import ErrorBody
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
-from linkcpp.node.records import WORKER_SCRATCH_BYTES, ErrorBody
+from linkcpp.node.records import WORKER_SCRATCH_BYTES
 
 # What an rpc-server may need besides its idle self and the buffers that it was promised: the work
 # space of a mat-mul, the graph, one piece of a tensor on its way in and one out.

@@ -243,11 +243,3 @@ class EchoAnswer(WireRecord):
     """How many bytes an echo took in."""
 
     received_bytes: int
-
-
-class ErrorBody(WireRecord):
-    """A refused call: a stable code, one sentence, and the way out."""
-
-    code: str
-    message: str
-    hint: str | None = None

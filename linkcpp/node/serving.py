@@ -17,9 +17,10 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import ErrorBody
 from linkcpp.node.connection import PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS
 from linkcpp.node.link import tune_transport
-from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES, ErrorBody
+from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
 
 HEAD_DEADLINE_SECONDS = 10.0
 MAX_HEAD_BYTES = 16 * 1024

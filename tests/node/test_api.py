@@ -12,6 +12,7 @@ from websockets.exceptions import InvalidStatus
 
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.cluster.token import health_proof, make_challenge
+from linkcpp.common.records import ErrorBody
 from linkcpp.engine.records import EngineLocation, EngineProblem
 from linkcpp.node import access, serving
 from linkcpp.node.agent import AgentOptions
@@ -21,7 +22,7 @@ from linkcpp.node.client import (
     NodeUnreachableError,
     WrongTokenError,
 )
-from linkcpp.node.records import ErrorBody, ServerId, ServerRequest, ServerState
+from linkcpp.node.records import ServerId, ServerRequest, ServerState
 from tests.node.agents import MEBIBYTE, RunningAgent, running_agent
 
 ID = "0" * 32
