@@ -22,12 +22,12 @@ from linkcpp.cluster.records import NodeDevice, NodeRecord
 from linkcpp.cluster.token import ensure_token, token_path
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.service import systemd_unit
+from linkcpp.common.sockets import listen
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes, parse_bytes
 from linkcpp.engine.records import Engine
 from linkcpp.node.agent import AgentOptions, NodeAgent, engine_or_problem, measure_overhead
 from linkcpp.node.alone import only_agent
-from linkcpp.node.serving import listen
 
 app = verb(help="Run this machine's node agent.")
 

@@ -15,16 +15,18 @@ from linkcpp.cluster.measure import CPU, Promise, this_machine
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import data_folder, state_folder
+from linkcpp.common.serving import make_server
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.fingerprint import read_devices
 from linkcpp.engine.probe import EngineProblemFound
 from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
 from linkcpp.engine.rpc_server import start_rpc_server
 from linkcpp.node.app import create_app
+from linkcpp.node.connection import PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS
 from linkcpp.node.limits import WORK_BYTES, promised
 from linkcpp.node.managed import resident_bytes
+from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
 from linkcpp.node.servers import ServerManager
-from linkcpp.node.serving import make_server
 from linkcpp.node.slice_store import SliceStore
 from linkcpp.node.workers import WorkerManager
 
@@ -139,7 +141,12 @@ class NodeAgent:
     ) -> None:
         """Run until ``stop``, then end every server, say goodbye and close the sockets."""
         self.slices.load()
-        server = make_server(create_app(self))
+        server = make_server(
+            create_app(self),
+            max_message_bytes=BRIDGE_MAX_MESSAGE_BYTES,
+            ping_interval_seconds=PING_INTERVAL_SECONDS,
+            ping_timeout_seconds=PING_TIMEOUT_SECONDS,
+        )
         serving = asyncio.create_task(server.serve(sockets=sockets))
         stopping = asyncio.create_task(stop.wait())
         advertising = asyncio.create_task(self._advertise(sockets[0].getsockname()[1]))

@@ -9,8 +9,9 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.sockets import tune_transport
 from linkcpp.engine.guard import LinkGuard, MemoryAccount
-from linkcpp.node.link import CHUNK_BYTES, Link, LinkError, tune_transport
+from linkcpp.node.link import CHUNK_BYTES, Link, LinkError
 from linkcpp.node.records import BridgeCloseCode
 
 _CONNECT_SECONDS = 10.0

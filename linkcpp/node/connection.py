@@ -17,8 +17,8 @@ from linkcpp.cluster.records import Health
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import ErrorBody, Record
+from linkcpp.common.sockets import tune_transport
 from linkcpp.common.text import printable
-from linkcpp.node.link import tune_transport
 from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
 
 PING_INTERVAL_SECONDS = 5.0

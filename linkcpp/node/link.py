@@ -10,7 +10,6 @@ minutes). What may pile up meanwhile is bounded by a window that the receiver ac
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 
 from linkcpp.engine.guard import LinkGuard
@@ -27,7 +26,6 @@ from linkcpp.node.records import (
 CHUNK_BYTES = 256 * 1024
 _MAX_QUEUED_MESSAGES = 1024
 _MAX_ACK_DIGITS = 19
-_UNSENT_BYTES = 128 * 1024
 
 Send = Callable[[str | bytes], Awaitable[None]]
 
@@ -255,21 +253,6 @@ class Link:
     async def _acknowledge(self) -> None:
         if frame := self._incoming.due_acknowledgement():
             await self._send(frame)
-
-
-def tune_transport(transport: asyncio.BaseTransport) -> None:
-    """Send small messages at once, and keep little unsent data in the kernel.
-
-    A ping or a close waits behind what the kernel holds: on a slow link its default of several
-    megabytes would take longer than the ping's deadline.
-    """
-    raw = transport.get_extra_info("socket")
-    if raw is None:
-        return
-    with contextlib.suppress(OSError):
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 def _parse_acknowledgement(message: str) -> int:

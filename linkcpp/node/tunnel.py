@@ -4,8 +4,9 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
+from linkcpp.common.sockets import tune_transport
 from linkcpp.node.client import NodeClient
-from linkcpp.node.link import CHUNK_BYTES, tune_transport
+from linkcpp.node.link import CHUNK_BYTES
 from linkcpp.node.records import ServerId
 from linkcpp.node.session import BridgeSession
 

@@ -12,9 +12,10 @@ from websockets.exceptions import InvalidStatus
 
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.cluster.token import health_proof, make_challenge
+from linkcpp.common import serving
 from linkcpp.common.records import ErrorBody
 from linkcpp.engine.records import EngineLocation, EngineProblem
-from linkcpp.node import access, serving
+from linkcpp.node import access
 from linkcpp.node.agent import AgentOptions
 from linkcpp.node.client import (
     NodeClient,

@@ -12,10 +12,10 @@ import pytest
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.service import systemd_unit
+from linkcpp.common.sockets import listen
 from linkcpp.engine.records import EngineLocation
 from linkcpp.node.agent import engine_or_problem
 from linkcpp.node.client import NodeClient
-from linkcpp.node.serving import listen
 from tests.node.agents import agent_process
 
 

@@ -23,13 +23,13 @@ from starlette.types import Receive, Scope, Send
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
+from linkcpp.common.serving import BoundedHttpProtocol
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.launch.api import read_api_key
 from linkcpp.launch.experts.exchange import Exchange
 from linkcpp.launch.experts.gate import Cleaner, Gate, GateShutError
 from linkcpp.launch.experts.refusals import Refusal, Refusals
 from linkcpp.launch.experts.upstream import Upstream
-from linkcpp.node.serving import BoundedHttpProtocol
 
 READY_PATTERN = r"^front ready"
 

@@ -1,13 +1,11 @@
-"""The HTTP server under the agent: uvicorn with deadlines and bounds for strangers.
+"""The HTTP server under every service: uvicorn with deadlines and bounds for strangers.
 
 uvicorn gives a client any time to send its headers; here a connection that does not bring a whole
 request head in time is dropped, and so are connections beyond a bound.
 """
 
 import asyncio
-import errno
 import logging
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -16,11 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import ErrorBody
-from linkcpp.node.connection import PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS
-from linkcpp.node.link import tune_transport
-from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
+from linkcpp.common.sockets import tune_transport
 
 HEAD_DEADLINE_SECONDS = 10.0
 MAX_HEAD_BYTES = 16 * 1024
@@ -88,8 +83,8 @@ class BoundedHttpProtocol(H11Protocol):
         self.transport.abort()
 
 
-class AgentServer(uvicorn.Server):
-    """uvicorn that leaves the signals to the agent, which has more to stop than connections."""
+class BoundedServer(uvicorn.Server):
+    """uvicorn that leaves the signals to its owner, who has more to stop than connections."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -102,17 +97,28 @@ def _is_news(record: logging.LogRecord) -> bool:
     return "without completing handshake" not in record.msg
 
 
-def make_server(app: ASGIApp) -> AgentServer:
-    """Configure the server; ``serve(sockets=…)`` runs it until ``should_exit``."""
+def make_server(
+    app: ASGIApp,
+    *,
+    http: type[H11Protocol] = BoundedHttpProtocol,
+    max_message_bytes: int,
+    ping_interval_seconds: float,
+    ping_timeout_seconds: float,
+) -> BoundedServer:
+    """Configure the server; ``serve(sockets=…)`` runs it until ``should_exit``.
+
+    The last three are for the application's WebSockets. ``http`` may be a class that takes some
+    requests for itself.
+    """
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     config = uvicorn.Config(
         app,
         loop="asyncio",
-        http=BoundedHttpProtocol,
+        http=http,
         ws="websockets-sansio",
-        ws_max_size=BRIDGE_MAX_MESSAGE_BYTES,
-        ws_ping_interval=PING_INTERVAL_SECONDS,
-        ws_ping_timeout=PING_TIMEOUT_SECONDS,
+        ws_max_size=max_message_bytes,
+        ws_ping_interval=ping_interval_seconds,
+        ws_ping_timeout=ping_timeout_seconds,
         ws_per_message_deflate=False,
         lifespan="off",
         log_config=None,
@@ -124,59 +130,4 @@ def make_server(app: ASGIApp) -> AgentServer:
         timeout_keep_alive=15,
         timeout_graceful_shutdown=3,
     )
-    return AgentServer(config)
-
-
-def listen(host: str | None, port: int) -> list[socket.socket]:
-    """Open the listening sockets: ``host``, or all interfaces in IPv6 and IPv4 for ``None``.
-
-    Port 0 takes a free one, the same for both.
-
-    Raises:
-        LinkcppError: the port is taken, or the address is not this machine's.
-    """
-    if host is not None:
-        return [_bind(host, port)]
-    try:
-        six = _bind("::", port)
-    except LinkcppError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
-            raise
-        return [_bind("0.0.0.0", port)]  # a system without IPv6
-    try:
-        return [six, _bind("0.0.0.0", six.getsockname()[1])]
-    except LinkcppError:
-        six.close()
-        raise
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    opened: socket.socket | None = None
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        opened = socket.socket(family, kind, protocol)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        opened.bind(address)
-        opened.listen(128)
-        opened.setblocking(False)
-    except (socket.gaierror, UnicodeError) as error:
-        raise LinkcppError(
-            f"Cannot listen on {host!r}, which is no address or name that is known here.",
-            hint="Give an address of this machine with --host.",
-        ) from error
-    except OSError as error:
-        if opened is not None:
-            opened.close()
-        if error.errno == errno.EADDRINUSE:
-            raise LinkcppError(
-                f"Port {port} of {host} is taken, perhaps by another `linkcpp node`.",
-                hint="Stop that one, or choose another port with --port (0 takes a free one).",
-            ) from error
-        raise LinkcppError(
-            f"Cannot listen on {host} port {port}: {error.strerror or error}.",
-            hint="Give an address of this machine with --host, and a port above 1023.",
-        ) from error
-    return opened
+    return BoundedServer(config)
