@@ -1,0 +1,298 @@
+"""Calls to a hub: deadlines, bounded answers, no redirects, errors in words, a token kept fresh."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+from pydantic import ValidationError
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import ErrorBody, WireRecord
+from linkcpp.common.text import printable
+from linkcpp.registry.records import HubHealth, NodeToken
+from linkcpp.registry.trust import check_hub_url, is_protected, tls_context
+
+_LONGEST_ANSWER_BYTES = 64 * 2**20
+_RENEW_BEFORE_SECONDS = 120.0
+_LEAST_SECONDS_BETWEEN_RENEWALS = 5.0
+_HINT_REACH = "See that `linkcpp hub` runs there and that this machine can reach it."
+
+_R = TypeVar("_R", bound=WireRecord)
+
+
+class HubError(LinkcppError):
+    """A call to a hub failed; ``code`` is that of ``ErrorBody`` where the hub answered."""
+
+    def __init__(self, message: str, *, hint: str | None = None, code: str) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+
+
+class HubUnreachableError(HubError):
+    """The hub did not answer, or what answered is no hub: worth another try later."""
+
+
+class HubRefusedError(HubError):
+    """The hub answered with a reason why not; ``status`` is the HTTP status."""
+
+    def __init__(self, message: str, *, hint: str | None = None, code: str, status: int) -> None:
+        super().__init__(message, hint=hint, code=code)
+        self.status = status
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the machine was revoked or never joined, so that trying again is of no use."""
+        return self.code in ("revoked", "unknown_machine")
+
+
+# Asks for a new token, given what the hub told of itself; ``time`` is the hub's own clock.
+Renew = Callable[["HubConnection", HubHealth], Awaitable[NodeToken]]
+
+
+class HubConnection:
+    """Calls to one hub, for use as an asynchronous context manager.
+
+    ``renew`` gets a new token when the last one is about to end. A connection without it can make
+    only the calls that are open to all.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        renew: Renew | None = None,
+        timeout_seconds: float = 15.0,
+        allow_plain: bool = False,
+    ) -> None:
+        self.url = check_hub_url(url, allow_plain=allow_plain)
+        self.timeout_seconds = timeout_seconds
+        self._renew = renew
+        self._token: NodeToken | None = None
+        self._token_until = 0.0  # of the monotonic clock: this machine's date may be wrong
+        self._renewed = -_LEAST_SECONDS_BETWEEN_RENEWALS
+        self._renewing = asyncio.Lock()
+        # Neither proxies nor credentials from the environment: the token is for this hub alone.
+        self._http = httpx.AsyncClient(
+            timeout=timeout_seconds,
+            trust_env=False,
+            follow_redirects=False,
+            verify=tls_context(),
+            headers={"Accept-Encoding": "identity"},
+        )
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Return what verifies the hub's certificate; ``None`` where it has none (loopback)."""
+        return tls_context() if self.url.startswith("https:") else None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def health(self) -> HubHealth:
+        """Ask the hub who it is.
+
+        Raises:
+            HubError: nothing answers, or it is no hub.
+        """
+        return await self.call(HubHealth, "GET", "/v1/health", authenticated=False)
+
+    async def token(self) -> str:
+        """Return a token that is valid for a while, a new one where needed.
+
+        Raises:
+            HubError: the hub cannot be reached, or gives this machine no token any more.
+        """
+        async with self._renewing:
+            if self._token is None or monotonic() > self._token_until:
+                await self._take_new_token()
+            assert self._token is not None  # noqa: S101 - taken above
+            return self._token.token
+
+    async def _take_new_token(self) -> None:
+        if self._renew is None:
+            raise HubError(
+                "This call needs a token of the hub.",
+                hint="`linkcpp join URL --token …` gets one.",
+                code="no_token",
+            )
+        health = await self.health()
+        self._token = await self._renew(self, health)
+        left_seconds = self._token.expires_at - health.time
+        self._renewed = monotonic()
+        self._token_until = self._renewed + max(
+            _LEAST_SECONDS_BETWEEN_RENEWALS, left_seconds - _RENEW_BEFORE_SECONDS
+        )
+
+    async def _drop_token(self, token: str) -> bool:
+        """Forget a token that the hub did not take; tell whether another one may be asked for."""
+        async with self._renewing:
+            if self._token is not None and self._token.token != token:
+                return True
+            if monotonic() - self._renewed < _LEAST_SECONDS_BETWEEN_RENEWALS:
+                return False
+            self._token = None
+            return True
+
+    async def call(
+        self,
+        answer: type[_R],
+        method: str,
+        path: str,
+        body: WireRecord | None = None,
+        *,
+        authenticated: bool = True,
+    ) -> _R:
+        """Make a call that is answered with a record.
+
+        Raises:
+            HubError: see its kinds.
+        """
+        content = await self.exchange(method, path, body, authenticated=authenticated)
+        try:
+            return answer.model_validate_json(content)
+        except ValidationError as error:
+            raise HubUnreachableError(
+                f"What answers at {self.url} is no linkcpp hub of a version that fits this one.",
+                hint="Install the same version of linkcpp on both machines.",
+                code="not_a_hub",
+            ) from error
+
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        body: WireRecord | None = None,
+        *,
+        authenticated: bool = True,
+    ) -> bytes:
+        """Make a call and return what was answered, 64 MiB at most.
+
+        Raises:
+            HubError: see its kinds.
+        """
+        content = body.model_dump_json().encode() if body is not None else None
+        try:
+            # httpx bounds each read; a hub that drips bytes is bounded here as a whole.
+            async with (
+                asyncio.timeout(2 * self.timeout_seconds),
+                self.stream(method, path, content, authenticated=authenticated) as response,
+            ):
+                return await _read_bounded(response)
+        except (httpx.HTTPError, TimeoutError, OSError) as error:
+            raise self.unreachable(error) from error
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        authenticated: bool = True,
+    ) -> AsyncIterator[httpx.Response]:
+        """Make a call whose answer the caller reads; what it then raises is httpx's.
+
+        Raises:
+            HubError: the hub cannot be reached, or answers with an error.
+        """
+        response = await self._send(method, path, content, dict(headers or {}), authenticated)
+        try:
+            if not response.is_success:
+                raise self.refusal(response.status_code, await _read_bounded(response))
+            yield response
+        finally:
+            await response.aclose()
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: dict[str, str],
+        authenticated: bool,
+    ) -> httpx.Response:
+        if content is not None:
+            headers["Content-Type"] = "application/json"
+        while True:
+            token = await self.token() if authenticated else None
+            if token is not None:
+                headers["Authorization"] = f"Bearer {token}"
+            request = self._http.build_request(
+                method, self.url + path, content=content, headers=headers
+            )
+            try:
+                response = await self._http.send(request, stream=True)
+            except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+                raise self.unreachable(error) from error
+            is_turned_away = response.status_code == httpx.codes.UNAUTHORIZED
+            if token is None or not is_turned_away or not await self._drop_token(token):
+                return response
+            await response.aclose()
+
+    def unreachable(self, error: Exception) -> HubUnreachableError:
+        """Say in words that there was no answer."""
+        is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
+        reason = "no answer in time" if is_late else str(error) or type(error).__name__
+        return HubUnreachableError(
+            f"The hub at {self.url} cannot be reached: {printable(reason, 200)}.",
+            hint=_HINT_REACH,
+            code="unreachable",
+        )
+
+    def refusal(self, status: int, body: bytes) -> HubError:
+        """Say in words what the hub answered in place of what was asked for."""
+        try:
+            told = ErrorBody.model_validate_json(body)
+        except ValidationError:
+            # A proxy in front answers 502 to 504 itself while the hub is being started again.
+            return HubUnreachableError(
+                f"What answers at {self.url} is no linkcpp hub (HTTP status {status}).",
+                hint=_HINT_REACH,
+                code="not_a_hub",
+            )
+        message = f"{self.url}: {printable(told.message, 500)}"
+        hint = printable(told.hint, 500) if told.hint else None
+        if status >= httpx.codes.INTERNAL_SERVER_ERROR:
+            return HubUnreachableError(message, hint=hint, code=told.code)
+        return HubRefusedError(message, hint=hint, code=told.code, status=status)
+
+    def dial_options(self) -> dict[str, Any]:
+        """Return how WebSockets are dialled from here: ``websockets`` takes these by name."""
+        return {
+            "compression": None,
+            "proxy": None,
+            "ssl": self.tls(),
+            "open_timeout": self.timeout_seconds,
+            "close_timeout": 2.0,
+        }
+
+
+def may_dial(url: str, hub_url: str) -> bool:
+    """Tell whether an address that a hub named is at least as protected as the hub's own."""
+    return is_protected(url) or not is_protected(hub_url)
+
+
+async def _read_bounded(response: httpx.Response) -> bytes:
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > _LONGEST_ANSWER_BYTES:
+            raise httpx.RemoteProtocolError("the answer is too long")
+    return bytes(body)
