@@ -13,7 +13,7 @@ from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.model.parts import ModelFiles
-from linkcpp.model.slices.copying import Progress as OnProgress
+from linkcpp.model.slices.hashing import Progress as OnProgress
 from linkcpp.model.slices.layout import plan_slice
 from linkcpp.model.slices.segments import (
     SegmentRequest,

@@ -5,42 +5,39 @@ while one thread hashes, another one reads or writes. A thread holds one piece o
 """
 
 import contextlib
-import errno
-import hashlib
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
+from linkcpp.model.slices.hashing import Progress
 from linkcpp.model.slices.journal import Journal
-from linkcpp.model.slices.layout import CopyJob, CopyUnit
-from linkcpp.model.source import PIECE_BYTES, ByteSource
+from linkcpp.model.slices.layout import CopyJob
+from linkcpp.model.slices.unit_copier import (
+    CopiedUnit,
+    Supply,
+    UnitCopier,
+    refuse_write,
+    write_part,
+)
 
 THREADS: Final = 4
 # Written to the disk in the background, so that the last sync has little left to do.
 _SYNC_BYTES: Final = 32 * 2**20
 _PATIENCE_SECONDS: Final = 2.0
 
-Progress = Callable[[int], None]
-
 
 class Copied(NamedTuple):
-    """``digests`` has the SHA-256 of every slab in hex, unit by unit."""
+    """``digests`` has the SHA-256 of every piece in hex, unit by unit."""
 
     digests: list[list[str]]
     fetched_bytes: int
     reused_bytes: int
-
-
-class _Result(NamedTuple):
-    number: int
-    digests: list[str]
-    was_there: bool
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error
@@ -48,11 +45,7 @@ class _Stopped(Exception):  # noqa: N818 - not an error
 
 
 def copy_units(
-    job: CopyJob,
-    sources: Sequence[ByteSource],
-    partial: Path,
-    journal: Journal,
-    on_progress: Progress,
+    job: CopyJob, supply: Supply, partial: Path, journal: Journal, on_progress: Progress
 ) -> Copied:
     """Bring a file's content to ``partial``, using what an earlier attempt left there.
 
@@ -61,91 +54,24 @@ def copy_units(
     Raises:
         LinkcppError: the source cannot be read, or the disk is full or broken.
     """
+    is_resumed = partial.exists()
     with _opened(partial, job.file_bytes) as target:
         _check_space(partial, target, job)
-        _write(partial, target, memoryview(job.header), 0)
-        copier = _Copier(job, sources, partial, target, journal.done, on_progress)
+        write_part(partial, target, memoryview(job.header), 0)
+        copier = UnitCopier(job, supply, partial, journal.done, is_resumed, on_progress)
         digests: list[list[str]] = [[] for _ in job.units]
-        fetched = reused = 0
-        with _Threads(copier, len(job.units)) as results:
+        reused = 0
+        with _Threads(copier, target) as results:
             for result in results:
-                size = job.units[result.number].size_bytes
                 digests[result.number] = result.digests
-                if result.was_there:
-                    reused += size
-                else:
-                    fetched += size
+                reused += result.reused_bytes
+                if result.reused_bytes < job.units[result.number].size_bytes:
                     _note(journal, result, partial)
         try:
             os.fsync(target)
         except OSError as error:
-            _refuse_write(partial, error)
-    return Copied(digests, fetched, reused)
-
-
-def hash_slabs(
-    pieces: Iterator[memoryview], slab_bytes: int, on_piece: Callable[[memoryview], None]
-) -> list[str]:
-    """Hash a stream of whole slabs, each for itself; ``on_piece`` sees every piece."""
-    digests = []
-    running, left = hashlib.sha256(), slab_bytes
-    for piece in pieces:
-        on_piece(piece)
-        rest = piece
-        while len(rest) >= left:
-            running.update(rest[:left])
-            rest = rest[left:]
-            digests.append(running.hexdigest())
-            running, left = hashlib.sha256(), slab_bytes
-        running.update(rest)
-        left -= len(rest)
-    return digests
-
-
-class _Copier(NamedTuple):
-    """Does one unit; used by all threads."""
-
-    job: CopyJob
-    sources: Sequence[ByteSource]
-    partial: Path
-    target: int
-    done: dict[int, list[str]]
-    on_progress: Progress
-
-    def copy(self, number: int, target: int, check_alive: Callable[[], None]) -> _Result:
-        unit = self.job.units[number]
-        noted = self.done.get(number)
-        if noted is not None and noted == self._hash_present(unit, target, check_alive):
-            self.on_progress(unit.size_bytes)
-            return _Result(number, noted, was_there=True)
-        at = unit.target_offset_bytes
-
-        def write(piece: memoryview) -> None:
-            nonlocal at
-            check_alive()
-            _write(self.partial, target, piece, at)
-            at += len(piece)
-            self.on_progress(len(piece))
-
-        source = self.sources[unit.file]
-        pieces = source.stream(unit.source_offset_bytes, unit.size_bytes)
-        return _Result(number, hash_slabs(pieces, unit.slab_bytes, write), was_there=False)
-
-    def _hash_present(
-        self, unit: CopyUnit, target: int, check_alive: Callable[[], None]
-    ) -> list[str]:
-        def pieces() -> Iterator[memoryview]:
-            buffer = memoryview(bytearray(min(PIECE_BYTES, unit.size_bytes)))
-            at, end = unit.target_offset_bytes, unit.target_offset_bytes + unit.size_bytes
-            while at < end:
-                check_alive()
-                count = os.preadv(target, [buffer[: end - at]], at)
-                if not count:
-                    return
-                yield buffer[:count]
-                at += count
-
-        return hash_slabs(pieces(), unit.slab_bytes, lambda _: None)
+            refuse_write(partial, error)
+    return Copied(digests, job.copied_bytes - reused, reused)
 
 
 class _Threads:
@@ -155,19 +81,20 @@ class _Threads:
     the threads have descriptors of their own, and write nothing more once they notice.
     """
 
-    def __init__(self, copier: _Copier, unit_count: int) -> None:
+    def __init__(self, copier: UnitCopier, target: int) -> None:
         self._copier = copier
-        self._unit_count = unit_count
+        self._target = target
+        self._unit_count = unit_count = len(copier.job.units)
         self._numbers = iter(range(unit_count))
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, daemon=True) for _ in range(min(THREADS, unit_count))
         ]
-        self._results: queue.SimpleQueue[_Result | BaseException] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[CopiedUnit | BaseException] = queue.SimpleQueue()
         self._unsynced_bytes = 0
 
-    def __enter__(self) -> Iterator[_Result]:
+    def __enter__(self) -> Iterator[CopiedUnit]:
         for thread in self._threads:
             thread.start()
         return self._collect()
@@ -178,7 +105,7 @@ class _Threads:
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0))
 
-    def _collect(self) -> Iterator[_Result]:
+    def _collect(self) -> Iterator[CopiedUnit]:
         for _ in range(self._unit_count):
             result = self._results.get()
             if isinstance(result, BaseException):
@@ -186,7 +113,7 @@ class _Threads:
             yield result
 
     def _run(self) -> None:
-        target = os.dup(self._copier.target)
+        target = os.dup(self._target)
         try:
             while (number := self._next()) is not None:
                 result = self._copier.copy(number, target, self._check_alive)
@@ -222,13 +149,13 @@ def _opened(path: Path, size_bytes: int) -> Iterator[int]:
     try:
         target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        _refuse_write(path, error)
+        refuse_write(path, error)
     try:
         try:
             # A size beyond the file system's limit shows here, before anything is copied.
             os.ftruncate(target, size_bytes)
         except OSError as error:
-            _refuse_write(path, error)
+            refuse_write(path, error)
         yield target
     finally:
         os.close(target)
@@ -246,34 +173,8 @@ def _check_space(path: Path, target: int, job: CopyJob) -> None:
         )
 
 
-def _note(journal: Journal, result: _Result, partial: Path) -> None:
+def _note(journal: Journal, result: CopiedUnit, partial: Path) -> None:
     try:
         journal.note(result.number, result.digests)
     except OSError as error:
-        _refuse_write(partial, error)
-
-
-def _write(path: Path, target: int, data: memoryview, offset_bytes: int) -> None:
-    try:
-        while data:
-            count = os.pwrite(target, data, offset_bytes)
-            data = data[count:]
-            offset_bytes += count
-    except OSError as error:
-        _refuse_write(path, error)
-
-
-def _refuse_write(path: Path, error: OSError) -> NoReturn:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise LinkcppError(
-            f"The disk of {path.parent} became full.",
-            hint="Free some space, then run the same command again: it goes on from here.",
-        ) from error
-    if error.errno == errno.EFBIG:
-        raise LinkcppError(
-            f"The file system of {path.parent} does not take files of this size.",
-            hint="Choose a folder on another file system, or slice fewer experts.",
-        ) from error
-    raise LinkcppError(
-        f"Cannot write in {path.parent}: {error.strerror}.", hint="Choose another folder."
-    ) from error
+        refuse_write(partial, error)

@@ -16,17 +16,26 @@ from typing import Self
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.slices.layout import CopyJob
+from linkcpp.model.slices.manifest import Slab
 from linkcpp.model.source import ByteSource
 
 FORMAT = "linkcpp-journal-1"
 _LINE = re.compile(rb"(\d{1,12})((?: [0-9a-f]{64})+)")
 
 
-def job_identity(job: CopyJob, sources: Iterable[ByteSource]) -> str:
-    """A digest of all that decides a file's bytes, so that a journal is used for no other file."""
+def job_identity(
+    job: CopyJob, sources: Iterable[ByteSource], promised: Iterable[Iterable[Slab]] | None = None
+) -> str:
+    """A digest of all that decides a file's bytes, so that a journal is used for no other file.
+
+    Where it is promised what the pieces are, it does not matter who gives them.
+    """
     total = hashlib.sha256(job.header)
     facts = [job.file_bytes, *(tuple(unit) for unit in job.units)]
-    facts += [(source.name, source.size_bytes, source.version) for source in sources]
+    if promised is None:
+        facts += [(source.name, source.size_bytes, source.version) for source in sources]
+    else:
+        facts += [piece.sha256 for pieces in promised for piece in pieces]
     total.update(json.dumps(facts).encode())
     return total.hexdigest()
 
@@ -34,7 +43,8 @@ def job_identity(job: CopyJob, sources: Iterable[ByteSource]) -> str:
 class Journal:
     """The journal of one unfinished file, locked against other processes while it is open.
 
-    ``done`` has the hashes that were noted for each finished unit.
+    ``done`` has the hashes that were noted for each finished unit; ``is_new`` says that there was
+    no journal of this very job.
 
     Raises:
         LinkcppError: another process is writing the same file, or the folder cannot be written.
@@ -58,6 +68,7 @@ class Journal:
                 f"{path.parent} now.",
                 hint="Wait until it is done, or choose another name.",
             ) from error
+        self.is_new = False
         self.done = self._load(f"{FORMAT} {identity}\n".encode())
 
     def __enter__(self) -> Self:
@@ -84,6 +95,7 @@ class Journal:
         self._file.seek(0)
         done: dict[int, list[str]] = {}
         if self._file.readline(len(opening) + 1) != opening:
+            self.is_new = True
             self._file.truncate(0)
             self._file.write(opening)
             self._file.flush()

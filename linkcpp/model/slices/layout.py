@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from linkcpp.common.errors import LinkcppError
@@ -37,18 +38,17 @@ _LISTED_TENSOR: Final = re.compile(r"(\S+):(\S+)")
 
 
 class CopyUnit(NamedTuple):
-    """Consecutive bytes to copy from file number ``file``, hashed in pieces of ``slab_bytes``."""
+    """Consecutive bytes to copy from file number ``file``; each of the pieces has its own hash."""
 
     file: int
     source_offset_bytes: int
     target_offset_bytes: int
-    slab_bytes: int
-    slab_count: int
+    piece_sizes: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
         """All bytes of the unit."""
-        return self.slab_bytes * self.slab_count
+        return sum(self.piece_sizes)
 
 
 class CopyJob(NamedTuple):
@@ -107,14 +107,19 @@ def plan_slice(files: ModelFiles, segments: tuple[Segment, ...]) -> SlicePlan:
 
 
 def plan_backbone(header: Header, file: int, file_bytes: int) -> CopyJob:
-    """Lay out the hollow copy of one file: every byte of it, except those of expert weights."""
+    """Lay out the hollow copy of one file: every byte of it, except those of expert weights.
+
+    No piece has bytes of two tensors, so that each tensor has hashes of its own.
+    """
     units: list[CopyUnit] = []
-    at = 0
+    borders = [0]
     for tensor in header.tensors:
-        if is_expert_weight(tensor.name):
-            units += _chunks(file, at, tensor.offset_bytes)
-            at = tensor.offset_bytes + tensor.size_bytes
-    units += _chunks(file, at, file_bytes)
+        if not is_expert_weight(tensor.name):
+            borders.append(tensor.offset_bytes)
+            continue
+        units += _run_units(file, [*borders, tensor.offset_bytes])
+        borders = [tensor.offset_bytes + tensor.size_bytes]
+    units += _run_units(file, [*borders, file_bytes])
     return CopyJob(b"", tuple(units), file_bytes)
 
 
@@ -218,13 +223,21 @@ def _slab_units(
         for expert in range(first, last + 1, most):
             count = min(most, last + 1 - expert)
             source_offset = placed.offset_bytes + expert * slab_bytes
-            yield CopyUnit(placed.file, source_offset, target_offset, slab_bytes, count)
+            yield CopyUnit(placed.file, source_offset, target_offset, (slab_bytes,) * count)
             target_offset += count * slab_bytes
 
 
-def _chunks(file: int, start: int, end: int) -> Iterator[CopyUnit]:
-    for at in range(start, end, _CHUNK_BYTES):
-        yield CopyUnit(file, at, at, min(_CHUNK_BYTES, end - at), 1)
+def _run_units(file: int, borders: list[int]) -> Iterator[CopyUnit]:
+    at, sizes = borders[0], list[int]()
+    for start, end in pairwise(borders):
+        for piece in range(start, end, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, end - piece)
+            if sizes and sum(sizes) + size > _CHUNK_BYTES:
+                yield CopyUnit(file, at, at, tuple(sizes))
+                at, sizes = piece, []
+            sizes.append(size)
+    if sizes:
+        yield CopyUnit(file, at, at, tuple(sizes))
 
 
 def _held(source: str, metadata: Mapping[str, Value], layer: int) -> tuple[int, tuple[Range, ...]]:

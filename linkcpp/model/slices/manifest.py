@@ -124,6 +124,17 @@ def listed_slabs(manifest: Manifest) -> Iterator[Slab]:
             yield Slab(f"expert {expert} of {tensor.name}", at, tensor.slab_bytes, sha256)
 
 
+def piece_spans(job: CopyJob, digests: list[list[str]]) -> tuple[Span, ...]:
+    """Give every piece of a job its hash."""
+    spans = []
+    for unit, found in zip(job.units, digests, strict=True):
+        at = unit.target_offset_bytes
+        for size, sha256 in zip(unit.piece_sizes, found, strict=True):
+            spans.append(Span(offset_bytes=at, size_bytes=size, sha256=sha256))
+            at += size
+    return tuple(spans)
+
+
 def tensor_slabs(
     tensors: tuple[SlicedTensor, ...], job: CopyJob, digests: list[list[str]]
 ) -> tuple[TensorSlabs, ...]:

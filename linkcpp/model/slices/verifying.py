@@ -7,7 +7,8 @@ from pathlib import Path
 
 from linkcpp.common.records import Record
 from linkcpp.model.header import read_header
-from linkcpp.model.slices.copying import THREADS, Progress, hash_slabs
+from linkcpp.model.slices.copying import THREADS
+from linkcpp.model.slices.hashing import Progress, hash_pieces
 from linkcpp.model.slices.layout import read_slice
 from linkcpp.model.slices.manifest import FileKind, Manifest, Slab, listed_slabs, read_manifest
 from linkcpp.model.source import FileSource
@@ -51,9 +52,9 @@ def verify_file(path: Path, on_progress: Progress) -> Verification:
                 damaged.append(slab.label)
 
         def check(slab: Slab) -> bool:
-            pieces = source.stream(slab.offset_bytes, slab.size_bytes)
-            found = hash_slabs(pieces, slab.size_bytes, lambda piece: on_progress(len(piece)))
-            return found == [slab.sha256]
+            parts = source.stream(slab.offset_bytes, slab.size_bytes)
+            found = hash_pieces(parts, [slab.size_bytes], lambda part: on_progress(len(part)))
+            return list(found) == [slab.sha256]
 
         for start in range(0, len(whole), _BATCH):
             batch = whole[start : start + _BATCH]

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,8 @@ from linkcpp.common.records import Record
 from linkcpp.common.units import format_bytes
 from linkcpp.model.architecture import Architecture
 from linkcpp.model.parts import ModelFiles, open_model
-from linkcpp.model.slices.copying import Copied, Progress, copy_units
+from linkcpp.model.slices.copying import Copied, copy_units
+from linkcpp.model.slices.hashing import Progress
 from linkcpp.model.slices.journal import Journal, job_identity
 from linkcpp.model.slices.layout import SLICE_TYPE, CopyJob, plan_backbone, plan_slice
 from linkcpp.model.slices.manifest import (
@@ -22,13 +23,20 @@ from linkcpp.model.slices.manifest import (
     ModelOrigin,
     Span,
     manifest_path,
+    piece_spans,
     tensor_slabs,
 )
 from linkcpp.model.slices.segments import Segment, SegmentRequest, resolve
 from linkcpp.model.slices.tensors import counts_by_layer, find_expert_tensors
+from linkcpp.model.slices.unit_copier import Place, Supply
+from linkcpp.model.source import ByteSource
 
 # Partly filled blocks at the edges of the holes, and what the file system keeps of its own.
 _BLOCK_SLACK_BYTES = 2**16
+
+
+# Where the units of a job are to be had; without one they are read from the model's own files.
+SupplyOf = Callable[[CopyJob], Supply]
 
 
 class WrittenFile(Record):
@@ -98,8 +106,18 @@ def choose_segments(files: ModelFiles, requests: Iterable[SegmentRequest]) -> tu
     return resolve(requests, counts, architecture.number("block_count"))
 
 
+def own_supply(files: ModelFiles, job: CopyJob) -> Supply:
+    """Take every unit from the model's own files."""
+    units = ((files.sources[unit.file], unit.source_offset_bytes) for unit in job.units)
+    return Supply([(Place(source, offset_bytes),) for source, offset_bytes in units])
+
+
 def write_slice(
-    files: ModelFiles, segments: tuple[Segment, ...], output: Path, on_progress: Progress
+    files: ModelFiles,
+    segments: tuple[Segment, ...],
+    output: Path,
+    on_progress: Progress,
+    supply_of: SupplyOf | None = None,
 ) -> WrittenFile:
     """Write the experts of ``segments`` (as ``choose_segments`` gives them) as a GGUF file.
 
@@ -110,18 +128,19 @@ def write_slice(
     """
     plan = plan_slice(files, segments)
     target = Target(output)
-    with _prepared(target, plan.job, files) as journal:
-        copied = copy_units(plan.job, files.sources, target.partial, journal, on_progress)
+    supply = supply_of(plan.job) if supply_of else own_supply(files, plan.job)
+    with _prepared(target, plan.job, files, supply) as journal:
+        copied = copy_units(plan.job, supply, target.partial, journal, on_progress)
         header = hashlib.sha256(plan.job.header).hexdigest()
         manifest = Manifest(
             kind=FileKind.SLICE,
             file_name=output.name,
             file_bytes=plan.job.file_bytes,
-            model=_origin(files),
+            model=model_origin(files),
             spans=(Span(offset_bytes=0, size_bytes=len(plan.job.header), sha256=header),),
             tensors=tensor_slabs(plan.tensors, plan.job, copied.digests),
         )
-        written = _finish(target, journal, manifest, copied, files)
+        written = _finish(target, journal, manifest, copied, _read_bytes(files, [supply]))
     return written.model_copy(update={"segments": segments})
 
 
@@ -132,6 +151,11 @@ def backbone_jobs(files: ModelFiles) -> list[CopyJob]:
         LinkcppError: the model has no experts.
     """
     find_expert_tensors(files.sources[0].name, files.metadata, files.tensors)
+    return hollow_jobs(files)
+
+
+def hollow_jobs(files: ModelFiles) -> list[CopyJob]:
+    """Lay out all bytes but the experts' of every file of a model, which may have no experts."""
     return [
         plan_backbone(header, file, files.sources[file].size_bytes)
         for file, header in enumerate(files.headers)
@@ -149,28 +173,33 @@ def backbone_paths(output: Path, part_count: int) -> list[Path]:
     ]
 
 
-def write_backbone(files: ModelFiles, output: Path, on_progress: Progress) -> list[WrittenFile]:
+def write_backbone(
+    files: ModelFiles, output: Path, on_progress: Progress, supply_of: SupplyOf | None = None
+) -> list[WrittenFile]:
     """Write a hollow model: as many files as the model has, with holes for the experts' weights.
+
+    A dense model is refused, unless it comes from elsewhere (``supply_of``).
 
     Raises:
         LinkcppError: as ``write_slice``.
     """
-    jobs = backbone_jobs(files)
+    jobs = hollow_jobs(files) if supply_of else backbone_jobs(files)
+    supplies = [supply_of(job) if supply_of else own_supply(files, job) for job in jobs]
     targets = [Target(path) for path in backbone_paths(output, len(jobs))]
     with contextlib.ExitStack() as stack:
         journals = [
-            stack.enter_context(_prepared(target, job, files))
-            for target, job in zip(targets, jobs, strict=True)
+            stack.enter_context(_prepared(target, job, files, supply))
+            for target, job, supply in zip(targets, jobs, supplies, strict=True)
         ]
         # All parts are renamed together at the end, so that the same command can go on with them.
         copies = [
-            copy_units(job, files.sources, target.partial, journal, on_progress)
-            for target, job, journal in zip(targets, jobs, journals, strict=True)
+            copy_units(job, supply, target.partial, journal, on_progress)
+            for target, job, supply, journal in zip(targets, jobs, supplies, journals, strict=True)
         ]
         written = []
         for target, job, journal, copied in zip(targets, jobs, journals, copies, strict=True):
             manifest = _backbone_manifest(files, target.path.name, job, copied)
-            result = _finish(target, journal, manifest, copied, files)
+            result = _finish(target, journal, manifest, copied, _read_bytes(files, supplies))
             notes = holes_notes(
                 target.path, job.copied_bytes, result.allocated_bytes, job.file_bytes
             )
@@ -179,20 +208,12 @@ def write_backbone(files: ModelFiles, output: Path, on_progress: Progress) -> li
 
 
 def _backbone_manifest(files: ModelFiles, name: str, job: CopyJob, copied: Copied) -> Manifest:
-    spans = tuple(
-        Span(
-            offset_bytes=unit.target_offset_bytes,
-            size_bytes=unit.size_bytes,
-            sha256=digests[0],
-        )
-        for unit, digests in zip(job.units, copied.digests, strict=True)
-    )
     return Manifest(
         kind=FileKind.BACKBONE,
         file_name=name,
         file_bytes=job.file_bytes,
-        model=_origin(files),
-        spans=spans,
+        model=model_origin(files),
+        spans=piece_spans(job, copied.digests),
     )
 
 
@@ -211,7 +232,7 @@ def holes_notes(
     )
 
 
-def _prepared(target: Target, job: CopyJob, files: ModelFiles) -> Journal:
+def _prepared(target: Target, job: CopyJob, files: ModelFiles, supply: Supply) -> Journal:
     path = target.path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,15 +248,15 @@ def _prepared(target: Target, job: CopyJob, files: ModelFiles) -> Journal:
     for source in files.sources:
         if path.exists() and Path(source.name).exists() and path.samefile(source.name):
             raise LinkcppError(f"{path} is the model itself.", hint="Choose another name.")
-    journal = Journal(target.journal, job_identity(job, files.sources))
-    if not journal.done:
+    journal = Journal(target.journal, job_identity(job, files.sources, supply.promised))
+    if journal.is_new:
         # Bytes of another job would stay in the holes and between the tensors.
         target.partial.unlink(missing_ok=True)
     return journal
 
 
 def _finish(
-    target: Target, journal: Journal, manifest: Manifest, copied: Copied, files: ModelFiles
+    target: Target, journal: Journal, manifest: Manifest, copied: Copied, source_bytes: int
 ) -> WrittenFile:
     path = target.path
     # First, so that no file is ever without its manifest.
@@ -256,7 +277,7 @@ def _finish(
         copied_bytes=copied.fetched_bytes + copied.reused_bytes,
         fetched_bytes=copied.fetched_bytes,
         reused_bytes=copied.reused_bytes,
-        source_bytes=sum(source.bytes_read for source in files.sources),
+        source_bytes=source_bytes,
         allocated_bytes=path.stat().st_blocks * 512,
     )
 
@@ -269,7 +290,16 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _origin(files: ModelFiles) -> ModelOrigin:
+def _read_bytes(files: ModelFiles, supplies: Iterable[Supply]) -> int:
+    sources: dict[int, ByteSource] = {id(source): source for source in files.sources}
+    for supply in supplies:
+        for places in supply.places:
+            sources.update((id(place.source), place.source) for place in places)
+    return sum(source.bytes_read for source in sources.values())
+
+
+def model_origin(files: ModelFiles) -> ModelOrigin:
+    """Name a model and its digest, as manifests do."""
     name = files.metadata.get("general.name")
     return ModelOrigin(
         name=name if isinstance(name, str) else Path(files.sources[0].name).name,
