@@ -14,10 +14,11 @@ from linkcpp import __version__
 from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.records import Health, NodeRecord
 from linkcpp.cluster.token import canonical_address, health_proof, is_challenge
+from linkcpp.common.access import FailureLimit, peer_of, refuse
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import ErrorBody
 from linkcpp.engine.pieces import PIECE_BYTES
-from linkcpp.node.access import AccessControl, FailureLimit, peer_of, refuse
+from linkcpp.node.access import AccessControl
 from linkcpp.node.bridge import Bridge
 from linkcpp.node.limits import RefusedError, takes_pieces
 from linkcpp.node.records import (

@@ -9,8 +9,8 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
+from linkcpp.common.access import peer_of
 from linkcpp.model.slices.manifest import Manifest
-from linkcpp.node.access import peer_of
 from linkcpp.node.limits import RefusedError
 from linkcpp.node.records import SliceId, SliceList, SliceRecord, SliceRequest
 from linkcpp.node.slice_store import SliceStore

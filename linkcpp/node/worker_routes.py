@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import FastAPI, Path, Query, Request, WebSocket
 from fastapi.responses import PlainTextResponse, Response
 
-from linkcpp.node.access import peer_of, refuse
+from linkcpp.common.access import peer_of, refuse
 from linkcpp.node.bridge import Bridge
 from linkcpp.node.limits import RefusedError
 from linkcpp.node.records import NewWorker, WorkerId, WorkerList, WorkerRecord, WorkerRequest
