@@ -1,0 +1,124 @@
+"""What `linkcpp node` and `linkcpp join` share: looking at the machine, and serving until Ctrl-C."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from linkcpp.cli.output import console, status_console
+from linkcpp.cluster.addresses import own_addresses
+from linkcpp.cluster.config import node_url
+from linkcpp.cluster.measure import CPU, cpu_read_rate
+from linkcpp.cluster.records import NodeDevice, NodeRecord
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.text import printable
+from linkcpp.common.units import format_bytes
+from linkcpp.engine.records import Engine
+from linkcpp.node.agent import AgentOptions, NodeAgent, engine_or_problem, measure_overhead
+
+
+def check_options(options: AgentOptions, engine: Engine, overhead_bytes: int) -> None:
+    """Refuse an offer that would be nothing, or of a device that is not there.
+
+    Raises:
+        LinkcppError: it is one of these.
+    """
+    if engine.problem is not None:
+        return
+    limit = options.memory_limit_bytes
+    if limit is not None and limit <= overhead_bytes:
+        raise LinkcppError(
+            f"A limit of {format_bytes(limit)} leaves nothing to offer: an rpc-server takes "
+            f"{format_bytes(overhead_bytes)} for itself.",
+            hint="Give more with --memory (or memory_limit in config.toml), such as --memory 2GB.",
+        )
+    known = list(dict.fromkeys([*(device.name for device in engine.devices), CPU]))
+    for name in options.devices or ():
+        if name not in known:
+            raise LinkcppError(
+                f"This machine has no device {printable(name)!r}.",
+                hint=f"Offer one of: {', '.join(known)}.",
+            )
+
+
+def look_at_machine(explicit: Path | None) -> tuple[Engine, int]:
+    """Check the engine and measure the machine, with words for people.
+
+    Returns the engine and what an rpc-server takes for itself, in bytes.
+    """
+    screen = status_console()
+    with screen.status("checking the engine by running it"):
+        engine = engine_or_problem(explicit)
+    if engine.problem is not None:
+        screen.print(f"[bold red]engine problem:[/] {plain(engine.problem.message)}")
+        screen.print(f"[bold]way out:[/] {plain(engine.problem.hint)}")
+        screen.print("The node runs all the same and tells this, but takes no work.")
+    with screen.status("measuring this machine"):
+        cpu_read_rate()
+        return engine, asyncio.run(measure_overhead(engine))
+
+
+async def serve(agent: NodeAgent, sockets: list[socket.socket], host: str | None) -> None:
+    """Serve until a signal ends it."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop.set)
+    urls = _urls(host, sockets[0].getsockname()[1])
+    kept = agent.servers.overhead_bytes
+    await agent.serve(sockets, stop, lambda record: _announce(record, urls, kept))
+    status_console().print("stopped; nothing of this node is left running")
+
+
+def _urls(host: str | None, port: int) -> list[str]:
+    try:
+        addresses = own_addresses(host or "::")
+    except OSError:
+        addresses = (host or "127.0.0.1",)
+    return [node_url(address, port) for address in addresses if not address.startswith("fe80")]
+
+
+def _announce(record: NodeRecord, urls: list[str], kept_bytes: int) -> None:
+    out = console()
+    engine = record.engine.label if record.engine else "none that works"
+    out.print(f"[bold]{plain(record.name)}[/] is a node: {plain(', '.join(urls))}", soft_wrap=True)
+    out.print(f"  engine: {plain(engine)}", soft_wrap=True)
+    if record.engine_problem is not None:
+        out.print("  offers nothing until its engine works")
+    for device in record.devices if record.engine_problem is None else ():
+        out.print(
+            f"  offers {format_bytes(device.offered_bytes)} of {format_bytes(device.total_bytes)} "
+            f"on {plain(device.name)} ({plain(device.description)})"
+            f"{_deductions(device, record, kept_bytes)}",
+            soft_wrap=True,
+        )
+    out.print("  Ctrl-C stops it.")
+
+
+def _deductions(device: NodeDevice, record: NodeRecord, kept_bytes: int) -> str:
+    limit = record.memory_limit_bytes
+    words = [f"limit {format_bytes(limit)}"] if limit is not None else []
+    if device.is_cpu:
+        words.append(f"{format_bytes(kept_bytes)} kept for the rpc-server itself")
+    return f": {', '.join(words)}" if words else ""
+
+
+def log_for_people() -> None:
+    """Write what happens to stderr, one line each."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING,
+        format="%(asctime)s  %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logging.getLogger("linkcpp").setLevel(logging.INFO)
+    # Strangers' malformed requests would fill the log; defects of ours still show.
+    for noisy in ("uvicorn.error", "websockets", "zeroconf", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def plain(text: str) -> str:
+    """Keep names of machines from being read as markup."""
+    return text.replace("[", r"\[")
