@@ -1,6 +1,6 @@
 """The client of a hub, as a joined machine or a coordinator uses it."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import quote
 
@@ -65,14 +65,12 @@ class HubClient(HubConnection):
         """Cut a machine off; it may join again with a new join token."""
         await self.exchange("DELETE", f"/v1/nodes/{quote(node_id, safe='')}")
 
-    async def create_edge(self, node_id: str, *, not_gateways: Iterable[str] = ()) -> EdgeOffer:
+    async def create_edge(self, body: EdgeRequest) -> EdgeOffer:
         """Ask for an edge to a node."""
-        body = EdgeRequest.model_validate({"node_id": node_id, "not_gateways": tuple(not_gateways)})
         return await self.call(EdgeOffer, "POST", "/v1/edges", body)
 
-    async def renew_offer(self, edge_id: str, *, not_gateways: Iterable[str] = ()) -> EdgeOffer:
+    async def renew_offer(self, edge_id: str, body: OfferRequest) -> EdgeOffer:
         """Ask for another way for an edge that exists."""
-        body = OfferRequest.model_validate({"not_gateways": tuple(not_gateways)})
         return await self.call(EdgeOffer, "POST", f"/v1/edges/{edge_id}/offer", body)
 
     async def close_edge(self, edge_id: str) -> None:

@@ -18,6 +18,7 @@ from linkcpp.registry.fields import (
     EdgeId,
     MachineId,
     PublicKey,
+    RttsByGateway,
     Token,
     UnixTime,
     Url,
@@ -56,9 +57,13 @@ class EdgeOffer(WireRecord):
 
 
 class OfferRequest(WireRecord):
-    """Ask for another way; gateways that just failed are left out where there are others."""
+    """Ask for another way; gateways that just failed are left out where there are others.
+
+    ``relay_rtts_ms`` are the round trips to gateways as the caller measured them, by their id.
+    """
 
     not_gateways: Annotated[tuple[MachineId, ...], Field(max_length=MOST_GATEWAYS)] = ()
+    relay_rtts_ms: RttsByGateway = Field(default_factory=dict)
 
 
 class EdgeRequest(OfferRequest):

@@ -34,8 +34,10 @@ from linkcpp.model.slices.segments import Segment
 from linkcpp.registry.edges import EdgeOffer
 from linkcpp.registry.fields import (
     MOST_ADDRESSES,
+    MOST_EDGES_PER_NODE,
     MOST_MODELS_HELD,
     MOST_SEGMENTS,
+    EdgeId,
     Label,
     MachineId,
     ModelDigest,
@@ -144,19 +146,26 @@ class NodeState(WireRecord):
 class Heartbeat(WireRecord):
     """A node is alive. ``state`` only when it changed, or when the last answer asked for it.
 
-    ``sequence`` counts the heartbeats of one run of the node's program.
+    ``sequence`` counts the heartbeats of one run of the node's program. ``edges`` are those that
+    the node takes part in now, over whatever way.
     """
 
     sequence: Annotated[int, Field(ge=0, lt=2**53)]
     state: NodeState | None = None
+    edges: Annotated[tuple[EdgeId, ...], Field(max_length=MOST_EDGES_PER_NODE)] = ()
 
 
 class HeartbeatAnswer(WireRecord):
-    """When to come again, whether the hub wants the whole state, and the edges that wait."""
+    """When to come again, whether the hub wants the whole state, and what became of edges.
+
+    ``offers`` are those that were not told before; the same may come over the events as well.
+    ``close_edges`` are those of the node's edges that the hub does not know any more.
+    """
 
     interval_seconds: Annotated[float, Field(gt=0, le=3600)]
     wants_state: bool = False
     offers: tuple[EdgeOffer, ...] = ()
+    close_edges: tuple[EdgeId, ...] = ()
 
 
 class RegisteredNode(WireRecord):
