@@ -52,7 +52,11 @@ class BoundedHttpProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP request with the API's kind of error."""
-        body = ErrorBody(code="not_http", message=msg).model_dump_json().encode()
+        self.refuse(400, ErrorBody(code="not_http", message=msg))
+
+    def refuse(self, status: int, error: ErrorBody) -> None:
+        """Answer a request that goes to no application, and close the connection."""
+        body = error.model_dump_json().encode()
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(body))),
@@ -60,7 +64,7 @@ class BoundedHttpProtocol(H11Protocol):
         ]
         with suppress(h11.LocalProtocolError):
             answer = (
-                h11.Response(status_code=400, headers=headers),
+                h11.Response(status_code=status, headers=headers),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             )

@@ -1,4 +1,11 @@
-"""The relay: two outbound WebSockets meet here, and opaque bytes pass between them.
+"""The gateway: a relay between two WebSockets that both sides open outwards.
 
-Framing only. What the bytes mean is for the two ends of the edge (``linkcpp.edge``).
+It knows framing only: who may meet whom is decided by the hub's tickets, and what passes through
+is opaque. ``frames``, ``masking``, ``pairing`` and ``upgrade`` are pure; ``connection`` is one
+side, ``relay`` all of them, ``registration`` the way to the hub.
+
+A relay shares a port with any ASGI application: ``relay_http_protocol(relay)`` in ``serving`` is
+the class of HTTP connections for ``linkcpp.common.serving.make_server(http=…)``; it takes
+``/v1/relay`` for itself and leaves every other request and WebSocket to the application. Who stops
+the server awaits ``relay.aclose()`` first.
 """

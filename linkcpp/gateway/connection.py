@@ -1,0 +1,335 @@
+"""One side of an edge at the gateway: a WebSocket from its upgrade to its end.
+
+What arrives is unmasked where it lies and written to the other side before the next read, so there
+is nothing of a message to keep. Where the other side's transport takes no more, this side is not
+read until it does.
+"""
+
+import asyncio
+from enum import Enum, auto
+from typing import Final, Protocol
+
+from linkcpp.common.sockets import tune_transport
+from linkcpp.gateway.frames import (
+    FrameError,
+    FrameReader,
+    Opcode,
+    Piece,
+    close_frame,
+    parse_close,
+    short_frame,
+    with_head,
+)
+from linkcpp.gateway.masking import HEADROOM_BYTES, ReadBuffer
+from linkcpp.registry.relay import (
+    FIN,
+    HELLO_DEADLINE_SECONDS,
+    LONGEST_HELLO_BYTES,
+    PAIRED,
+    PAIRING_SECONDS,
+    Hello,
+    RelayCloseCode,
+    decode_hello,
+)
+
+NORMAL_CLOSE: Final = 1000
+PING_SECONDS = 30.0
+CLOSING_SECONDS = 5.0
+# What a side's transport may hold before the other side is not read any more, besides one read.
+WRITE_LIMIT_BYTES: Final = 64 * 1024
+
+_PAIRED_FRAME: Final = short_frame(Opcode.BINARY, PAIRED)
+_FIN_FRAME: Final = short_frame(Opcode.TEXT, FIN.encode())
+
+
+class Switchboard(Protocol):
+    """What a connection needs of the relay that it belongs to."""
+
+    @property
+    def buffer(self) -> ReadBuffer:
+        """Where the next read goes; the same for all connections."""
+
+    def renew_buffer(self) -> None:
+        """Read elsewhere from now on: a transport still holds a part of the buffer."""
+
+    def said_hello(self, connection: "RelayConnection", hello: Hello) -> None:
+        """Take a side that told who it is."""
+
+    def ended(self, connection: "RelayConnection", code: int, reason: str) -> None:
+        """Hear that a connection takes part no more; ``code`` is for its partner."""
+
+    def closes(self, code: int) -> None:
+        """Hear that a connection is closed from here."""
+
+    def lost(self, connection: "RelayConnection") -> None:
+        """Hear that a connection's socket is closed."""
+
+
+class _Phase(Enum):
+    HELLO = auto()
+    WAITING = auto()
+    PAIRED = auto()
+    CLOSING = auto()
+
+
+class RelayConnection(asyncio.BufferedProtocol):
+    """The protocol of a socket whose upgrade is answered already.
+
+    The event loop must ask for the buffer only when there is something to read into it, as all
+    loops do that wait for readiness: one buffer serves all connections.
+    """
+
+    _transport: asyncio.Transport
+
+    def __init__(self, board: Switchboard) -> None:
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self._board = board
+        self._reader = FrameReader()
+        self._phase = _Phase.HELLO
+        self._partner: RelayConnection | None = None
+        self._rest = b""
+        self._hello = bytearray()
+        self._has_finished = False
+        self._is_broken = False  # after a wrong frame nobody knows where the next one begins
+        self._is_full = False
+        self._is_held = False
+        self._was_heard = True
+        self._drained_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        self._ticking: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait for the first message."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a stream
+        self._transport = transport
+        transport.set_write_buffer_limits(high=WRITE_LIMIT_BYTES, low=0)
+        tune_transport(transport)
+        self._set_deadline(
+            HELLO_DEADLINE_SECONDS, RelayCloseCode.HELLO_TIMEOUT, "no hello came in time"
+        )
+        self._ticking = asyncio.get_running_loop().call_later(PING_SECONDS, self._tick)
+
+    # What the relay tells it.
+
+    def wait(self) -> None:
+        """Begin to wait for the other side."""
+        self._phase = _Phase.WAITING
+        self._set_deadline(PAIRING_SECONDS, RelayCloseCode.NO_PEER, "the other side did not come")
+
+    def pair(self, partner: "RelayConnection") -> None:
+        """Begin to relay; the partner is told separately."""
+        self._partner = partner
+        self._phase = _Phase.PAIRED
+        self._stop_deadline()
+        self._write(_PAIRED_FRAME)
+        if partner._is_full:
+            self.hold()
+
+    def close(self, code: int, reason: str) -> None:
+        """Say why, and close; the peer has a moment to take what is under way to it."""
+        if self._phase is _Phase.CLOSING:
+            return
+        self._begin_closing()
+        self._write(close_frame(code, reason))
+        self._board.closes(code)
+        self._board.ended(self, RelayCloseCode.PEER_GONE, "the other side was closed")
+
+    def abort(self) -> None:
+        """Drop the socket."""
+        self._transport.abort()
+
+    # What the event loop tells it.
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Say where to read to."""
+        return self._board.buffer.space
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take what was read."""
+        if self._is_broken:
+            return
+        buffer = self._board.buffer
+        start, end = HEADROOM_BYTES - len(self._rest), HEADROOM_BYTES + nbytes
+        if self._rest:
+            buffer.view[start:HEADROOM_BYTES] = self._rest
+        self._was_heard = True
+        self.received_bytes += nbytes
+        try:
+            if self._phase is _Phase.PAIRED:
+                self._relay(buffer, start, end)
+            else:
+                self._listen(buffer, start, end)
+        except FrameError as error:
+            self._is_broken = True
+            self.close(error.code, error.reason)
+        if not self._is_broken and not self._transport.is_closing():
+            self._rest = bytes(buffer.view[self._reader.taken : end])
+
+    def eof_received(self) -> None:
+        """Take the end of the peer's half of the socket for the end of all; the loop closes it."""
+        if self._phase is not _Phase.CLOSING:
+            self._begin_closing()
+            self._board.ended(
+                self, RelayCloseCode.PEER_GONE, "the other side's connection was lost"
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Leave."""
+        self._phase = _Phase.CLOSING
+        self._stop_deadline()
+        self._stop_ticking()
+        self._partner = None
+        self._board.ended(self, RelayCloseCode.PEER_GONE, "the other side's connection was lost")
+        self._board.lost(self)
+
+    def pause_writing(self) -> None:
+        """Let the other side wait until the peer has taken more."""
+        self._is_full = True
+        if self._partner is not None:
+            self._partner.hold()
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        self._is_full = False
+        if self._partner is not None:
+            self._partner.release()
+
+    def hold(self) -> None:
+        """Read no more for now."""
+        self._is_held = True
+        self._transport.pause_reading()
+
+    def release(self) -> None:
+        """Read on."""
+        self._is_held = False
+        self._transport.resume_reading()
+
+    # Frames.
+
+    def _relay(self, buffer: ReadBuffer, start: int, end: int) -> None:
+        outgoing: list[memoryview | bytes] = []
+        last: Piece | None = None
+        try:
+            for piece in self._reader.read(buffer, start, end):
+                if piece.opcode == Opcode.BINARY:
+                    if self._has_finished:
+                        raise FrameError("data after `fin`", RelayCloseCode.MALFORMED)
+                    outgoing.append(with_head(buffer, piece))
+                elif piece.opcode == Opcode.TEXT:
+                    self._finish(buffer, piece)
+                    outgoing.append(_FIN_FRAME)
+                elif piece.opcode == Opcode.CLOSE:
+                    last = piece
+                    break
+                else:
+                    self._answer(buffer, piece)
+        finally:
+            self._pass_on(outgoing)
+        if last is not None:
+            self._answer_close(buffer, last)
+        elif self._has_finished and self._partner is not None and self._partner._has_finished:
+            self._board.ended(self, NORMAL_CLOSE, "both sides have finished")
+            self.close(NORMAL_CLOSE, "both sides have finished")
+
+    def _pass_on(self, outgoing: list[memoryview | bytes]) -> None:
+        partner = self._partner
+        if partner is None or not outgoing:
+            return
+        partner._write(outgoing[0] if len(outgoing) == 1 else b"".join(outgoing))
+        if partner._transport.get_write_buffer_size():
+            self._board.renew_buffer()
+
+    def _listen(self, buffer: ReadBuffer, start: int, end: int) -> None:
+        for piece in self._reader.read(buffer, start, end):
+            if piece.opcode == Opcode.CLOSE:
+                self._answer_close(buffer, piece)
+                return
+            if self._phase is _Phase.CLOSING:
+                continue
+            if piece.opcode in (Opcode.PING, Opcode.PONG):
+                self._answer(buffer, piece)
+            elif piece.opcode == Opcode.BINARY and self._phase is _Phase.HELLO:
+                self._read_hello(buffer, piece)
+            else:
+                raise FrameError("data before the sides are paired", RelayCloseCode.MALFORMED)
+
+    def _read_hello(self, buffer: ReadBuffer, piece: Piece) -> None:
+        self._hello += buffer.view[piece.start : piece.end]
+        if len(self._hello) > LONGEST_HELLO_BYTES:
+            raise FrameError("the first message is too long", RelayCloseCode.MALFORMED)
+        if not piece.ends:
+            return
+        try:
+            hello = decode_hello(bytes(self._hello))
+        except ValueError as error:
+            raise FrameError(str(error), RelayCloseCode.MALFORMED) from None
+        finally:
+            self._hello.clear()
+        self._board.said_hello(self, hello)
+
+    def _finish(self, buffer: ReadBuffer, piece: Piece) -> None:
+        if buffer.view[piece.start : piece.end] != FIN.encode() or self._has_finished:
+            raise FrameError("text that is not one `fin`", RelayCloseCode.MALFORMED)
+        self._has_finished = True
+
+    def _answer(self, buffer: ReadBuffer, piece: Piece) -> None:
+        # A peer that pings and does not read gets no more answers than its transport may hold.
+        if piece.opcode == Opcode.PING and not self._is_full:
+            payload = bytes(buffer.view[piece.start : piece.end])
+            self._write(short_frame(Opcode.PONG, payload))
+
+    def _answer_close(self, buffer: ReadBuffer, piece: Piece) -> None:
+        code = parse_close(bytes(buffer.view[piece.start : piece.end]))
+        if self._phase is not _Phase.CLOSING:
+            self._begin_closing()
+            self._write(close_frame(NORMAL_CLOSE, ""))
+            is_wanted = code == NORMAL_CLOSE
+            self._board.ended(
+                self,
+                NORMAL_CLOSE if is_wanted else RelayCloseCode.PEER_GONE,
+                f"the other side closed with code {code}",
+            )
+        self._transport.close()
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self.sent_bytes += len(data)
+        self._transport.write(data)
+
+    # Time and the end.
+
+    def _tick(self) -> None:
+        """Ping, or close where nothing has moved in either direction since the last ping."""
+        backlog = self._transport.get_write_buffer_size()
+        drained = self.sent_bytes - backlog
+        # What the kernel took proves nothing, unless it is a part of what it did not take before.
+        is_draining = backlog > 0 and drained > self._drained_bytes
+        moved = self._was_heard or self._is_held or is_draining
+        self._was_heard, self._drained_bytes = False, drained
+        if not moved:
+            self.close(RelayCloseCode.STALLED, "nothing was heard since the last ping")
+            return
+        if not self._is_full:
+            self._write(short_frame(Opcode.PING, b""))
+        self._ticking = asyncio.get_running_loop().call_later(PING_SECONDS, self._tick)
+
+    def _begin_closing(self) -> None:
+        self._phase = _Phase.CLOSING
+        self._partner = None
+        self._stop_ticking()
+        self._stop_deadline()
+        self._deadline = asyncio.get_running_loop().call_later(CLOSING_SECONDS, self.abort)
+        self.release()  # to read the peer's close frame
+
+    def _set_deadline(self, seconds: float, code: int, reason: str) -> None:
+        self._stop_deadline()
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(seconds, self.close, code, reason)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _stop_ticking(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
