@@ -22,13 +22,13 @@ def peer_of(call: HTTPConnection) -> str:
     return call.client.host if call.client else "somebody"
 
 
-class FailureLimit:
-    """Counts failed authentications by address: a bucket of tries that fills up again with time.
+class RateLimit:
+    """Counts calls by address: a bucket of tries that fills up again with time.
 
-    Only failures are counted and only failures are turned away: a token carries 256 bits, so that
-    guessing is hopeless at any rate, and a lock-out would let a stranger behind the coordinator's
-    address translation keep the coordinator out. What is limited is the work and the log lines.
-    The number of addresses remembered is bounded; IPv6 counts by its /64, which one host owns.
+    Of calls with a token only failures are counted, and only failures are turned away: a token
+    carries 256 bits, so that guessing is hopeless at any rate, and a lock-out would let a stranger
+    behind the coordinator's address translation keep the coordinator out. What is limited is the
+    work and the log lines. The number of addresses remembered is bounded; IPv6 counts by its /64, which one host owns.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class FailureLimit:
         self._clock = clock
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def fail(self, host: str) -> float | None:
-        """Count a failure; return how many seconds to wait where there were too many."""
+    def take(self, host: str) -> float | None:
+        """Count a call; return how many seconds to wait where there were too many."""
         key = _network(host)
         now = self._clock()
         left, when = self._buckets.pop(key, (float(self._tries), now))

@@ -7,7 +7,7 @@ import re
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from linkcpp.cluster.token import tokens_equal
-from linkcpp.common.access import FailureLimit, read_body, refuse, replay
+from linkcpp.common.access import RateLimit, read_body, refuse, replay
 from linkcpp.common.records import ErrorBody
 
 HEALTH_PATH = "/v1/health"
@@ -30,7 +30,7 @@ class AccessControl:
     disk, read their own.
     """
 
-    def __init__(self, app: ASGIApp, token: str, failures: FailureLimit) -> None:
+    def __init__(self, app: ASGIApp, token: str, failures: RateLimit) -> None:
         self._app = app
         self._token = token
         self._failures = failures
@@ -65,7 +65,7 @@ class AccessControl:
 
     async def _turn_away(self, scope: Scope, send: Send) -> None:
         host = scope["client"][0] if scope.get("client") else "unknown"
-        wait_seconds = self._failures.fail(host)
+        wait_seconds = self._failures.take(host)
         if wait_seconds is None:
             _log.warning("%s was turned away: no token, or another one", host)
             body = ErrorBody(

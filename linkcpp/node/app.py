@@ -14,7 +14,7 @@ from linkcpp import __version__
 from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.records import Health, NodeRecord
 from linkcpp.cluster.token import canonical_address, health_proof, is_challenge
-from linkcpp.common.access import FailureLimit, peer_of, refuse
+from linkcpp.common.access import RateLimit, peer_of, refuse
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import ErrorBody
 from linkcpp.engine.pieces import PIECE_BYTES
@@ -77,7 +77,7 @@ def create_app(agent: Agent) -> FastAPI:
     add_worker_routes(app, agent.workers)
     _add_errors(app)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
-    app.add_middleware(AccessControl, token=agent.token, failures=FailureLimit())
+    app.add_middleware(AccessControl, token=agent.token, failures=RateLimit())
     return app
 
 

@@ -133,8 +133,8 @@ class HeldUnits(WireRecord):
 class NodeState(WireRecord):
     """What a node tells of itself.
 
-    ``direct_urls`` are addresses of its agent (``ws://10.0.0.5:8716``) that may be tried without a
-    relay; ``relay_rtts_ms`` are measured round trips to gateways, by their id.
+    ``direct_urls`` are WebSocket addresses (``ws://10.0.0.5:8716/v1/edge``) at which its agent may
+    be reached without a relay; ``relay_rtts_ms`` are measured round trips to gateways, by their id.
     """
 
     record: NodeRecord

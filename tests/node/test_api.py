@@ -344,17 +344,17 @@ async def test_many_failures_from_one_address_are_turned_away_faster(node: Runni
 
 
 def test_the_failures_of_many_addresses_take_bounded_memory() -> None:
-    limit = access.FailureLimit(tries=1, most_addresses=8, clock=lambda: 0.0)
+    limit = access.RateLimit(tries=1, most_addresses=8, clock=lambda: 0.0)
     for number in range(1000):
-        limit.fail(f"10.0.{number // 256}.{number % 256}")
+        limit.take(f"10.0.{number // 256}.{number % 256}")
     assert len(limit._buckets) == 8
 
 
 def test_one_ipv6_network_is_one_address() -> None:
-    limit = access.FailureLimit(tries=1, clock=lambda: 0.0)
-    assert limit.fail("2001:db8::1") is None
-    assert limit.fail("2001:db8::2") is not None
-    assert limit.fail("2001:db8:0:1::1") is None
+    limit = access.RateLimit(tries=1, clock=lambda: 0.0)
+    assert limit.take("2001:db8::1") is None
+    assert limit.take("2001:db8::2") is not None
+    assert limit.take("2001:db8:0:1::1") is None
 
 
 async def test_a_client_that_stalls_in_its_head_or_body_is_dropped(
