@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Group, RenderableType
@@ -16,12 +17,13 @@ from rich.text import Text
 from linkcpp.cli.output import console, print_json, status_console
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
-from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery, find_nodes
+from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery, OnChange
 from linkcpp.cluster.records import DiscoveredNode, NodeStatus
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
+from linkcpp.registry.discovering import find_everywhere, parse_hub_node_url
 
 _PAUSE_SECONDS = 1.0
 _TABLE_COLUMNS = 80
@@ -32,6 +34,7 @@ app = verb()
 
 @app.command()
 def discover(
+    *,
     node: Annotated[
         list[str] | None,
         typer.Option("--node", help="Ask this address too, such as 10.0.0.5; may be repeated."),
@@ -44,10 +47,14 @@ def discover(
     no_mdns: Annotated[
         bool, typer.Option("--no-mdns", help="Ask only the addresses that are named.")
     ] = False,
+    hub: Annotated[
+        list[str] | None,
+        typer.Option("--hub", help="Ask this hub too, which this machine joined; may be repeated."),
+    ] = None,
 ) -> None:
-    """Find the nodes of this cluster: by mDNS, by --node, and by `nodes` in config.toml."""
+    """Find nodes: by mDNS, by --node and --hub, and by `nodes` in config.toml."""
     engine, remarks = _engine()
-    search = _Search(engine, node or [], timeout, use_mdns=not no_mdns)
+    search = _Search(engine, node or [], hub or [], timeout, use_mdns=not no_mdns)
     if watch:
         asyncio.run(_watch(search, remarks, as_json=as_json))
         return
@@ -56,15 +63,7 @@ def discover(
         def show(nodes: tuple[DiscoveredNode, ...]) -> None:
             status.update(f"Looking for nodes… {len(nodes)} found")
 
-        found = asyncio.run(
-            find_nodes(
-                engine,
-                urls=search.urls,
-                use_mdns=search.use_mdns,
-                timeout_seconds=timeout,
-                on_change=show,
-            )
-        )
+        found = asyncio.run(search.again(show))
     if as_json:
         print_json(found)
     else:
@@ -85,10 +84,17 @@ class _Search:
     """The options of a search that is made again and again, and whom it has found."""
 
     def __init__(
-        self, engine: Engine | None, urls: list[str], timeout_seconds: float, *, use_mdns: bool
+        self,
+        engine: Engine | None,
+        urls: list[str],
+        hub_urls: list[str],
+        timeout_seconds: float,
+        *,
+        use_mdns: bool,
     ) -> None:
         self.engine = engine
         self.urls = urls
+        self.hub_urls = hub_urls
         self.timeout_seconds = timeout_seconds
         self.use_mdns = use_mdns
         self._known: dict[str, DiscoveredNode] = {}
@@ -99,16 +105,19 @@ class _Search:
         config = load_config()
         if self.use_mdns and config.mdns:
             return Where.AROUND
-        return Where.NAMED if self.urls or config.nodes else Where.NOWHERE
+        named = self.urls or self.hub_urls or config.nodes
+        return Where.NAMED if named else Where.NOWHERE
 
-    async def again(self) -> Discovery:
-        """Search once more; a node that was there before is asked again."""
-        found = await find_nodes(
+    async def again(self, on_change: OnChange | None = None) -> Discovery:
+        """Search (once more); a node that was there before is asked again."""
+        found = await find_everywhere(
             self.engine,
+            hub_urls=self.hub_urls,
             urls=self.urls,
             use_mdns=self.use_mdns,
             timeout_seconds=self.timeout_seconds,
             known=self._known.values(),
+            on_change=on_change,
         )
         self._known |= {node.record.node_id: node for node in found.nodes if node.record}
         return found
@@ -193,7 +202,10 @@ def _table(nodes: Iterable[DiscoveredNode]) -> Table:
 
 
 def _address(node: DiscoveredNode) -> str:
-    return node.urls[0].removeprefix("http://") if node.urls else "-"
+    if not node.urls:
+        return "-"
+    through = parse_hub_node_url(node.urls[0])
+    return f"via {urlsplit(through[0]).netloc}" if through else node.urls[0].removeprefix("http://")
 
 
 def _memory(node: DiscoveredNode) -> str:

@@ -1,4 +1,4 @@
-"""What `linkcpp node` and `linkcpp join` share: looking at the machine, and serving until Ctrl-C."""
+"""What `linkcpp node` and `linkcpp join` share: a look at the machine, and serving until Ctrl-C."""
 
 import asyncio
 import logging

@@ -14,10 +14,10 @@ from linkcpp.cli.plan_notes import next_step
 from linkcpp.cli.plan_report import explanation, report
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import load_config
-from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery, find_nodes
+from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.measure import this_machine
-from linkcpp.cluster.records import Cluster, NodeStatus
+from linkcpp.cluster.records import Cluster
 from linkcpp.cluster.token import load_token
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import parse_bytes
@@ -30,9 +30,10 @@ from linkcpp.planning.assumed import (
     with_coordinator_memory,
     with_nodes,
 )
-from linkcpp.planning.offers import coordinator_offers, require_minimum
+from linkcpp.planning.offers import coordinator_offers, is_usable, require_minimum
 from linkcpp.planning.records import MOST_DEVICES, CacheType, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
+from linkcpp.registry.discovering import find_everywhere
 
 app = verb()
 
@@ -82,6 +83,10 @@ def plan(
     node: Annotated[
         list[str] | None, typer.Option("--node", help="Ask this address too; may be repeated.")
     ] = None,
+    hub: Annotated[
+        list[str] | None,
+        typer.Option("--hub", help="Plan over the nodes of this hub too; may be repeated."),
+    ] = None,
     nodes: Annotated[
         Path | None, typer.Option("--nodes", help="Nodes from a saved `linkcpp discover --json`.")
     ] = None,
@@ -117,7 +122,11 @@ def plan(
     counts = None if hot is None else load_counts(hot)
     with status_console().status("Looking at the model and the nodes…") as status:
         inventory = load_model(model)
-        cluster = _read_cluster(nodes) if nodes else _find_cluster(options, node or [], no_mdns)
+        cluster = (
+            _read_cluster(nodes)
+            if nodes
+            else _find_cluster(options, node or [], hub or [], no_mdns)
+        )
         cluster = _changed(cluster, options, memory, assume or [])
         require_minimum(inventory, cluster, options)
         status.update("Planning…")
@@ -150,7 +159,7 @@ def _print(
         for part in explanation(made, explain):
             out.print(part)
     for node in cluster.nodes:
-        if node.status is not NodeStatus.READY:
+        if not is_usable(node.status, made.mode):
             out.print(Text(f"not used: {node.name}: {node.reason or node.status}", style="yellow"))
     if output is not None:
         out.print(Text(next_step(made, cluster, output)), soft_wrap=True)
@@ -168,11 +177,13 @@ def _mode(mode: PlanMode, min_nodes: int | None) -> PlanMode:
     return PlanMode.LAYERS
 
 
-def _find_cluster(options: PlanOptions, urls: list[str], no_mdns: bool) -> Cluster:
+def _find_cluster(
+    options: PlanOptions, urls: list[str], hub_urls: list[str], no_mdns: bool
+) -> Cluster:
     config = load_config()
     engine = _engine(config.engine)
     is_alone = options.mode is PlanMode.SINGLE
-    if options.mode is PlanMode.AUTO and not urls:
+    if options.mode is PlanMode.AUTO and not urls and not hub_urls:
         # Someone with one machine needs no token to plan for it.
         try:
             load_token()
@@ -187,7 +198,13 @@ def _find_cluster(options: PlanOptions, urls: list[str], no_mdns: bool) -> Clust
         )
         return Cluster(coordinator=coordinator, nodes=())
     found = asyncio.run(
-        find_nodes(engine, urls=urls, use_mdns=not no_mdns, timeout_seconds=DISCOVER_SECONDS)
+        find_everywhere(
+            engine,
+            hub_urls=hub_urls,
+            urls=urls,
+            use_mdns=not no_mdns,
+            timeout_seconds=DISCOVER_SECONDS,
+        )
     )
     for note in found.notes:
         status_console().print(Text(note, style="yellow"))

@@ -94,7 +94,7 @@ def _proven(group: list[Probe], coordinator: NodeRecord) -> DiscoveredNode:
     record = nearest[0].record
     if record is None:
         raise ValueError("a group of proven probes has records")
-    status, reason = _usable(record, coordinator)
+    status, reason = usability(record, coordinator)
     names = sorted({probe.record.name for probe in group if probe.record})
     if len(names) > 1:
         status = NodeStatus.DUPLICATE_ID
@@ -114,7 +114,8 @@ def _proven(group: list[Probe], coordinator: NodeRecord) -> DiscoveredNode:
     )
 
 
-def _usable(record: NodeRecord, coordinator: NodeRecord) -> tuple[NodeStatus, str | None]:
+def usability(record: NodeRecord, coordinator: NodeRecord) -> tuple[NodeStatus, str | None]:
+    """Say whether the coordinator can use a node, and in words why not."""
     if record.engine_problem is not None:
         problem = record.engine_problem
         return NodeStatus.ENGINE_PROBLEM, f"{problem.message} {problem.hint}".strip()

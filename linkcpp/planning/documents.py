@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from linkcpp.cluster.records import DiscoveredNode, NodeStatus
+from linkcpp.cluster.records import DiscoveredNode
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import ModelInventory
+from linkcpp.planning.offers import is_usable
 from linkcpp.planning.records import SCHEMA_VERSION, ExpertShare, Plan, Stage
 from linkcpp.planning.sizes import missized
 from linkcpp.planning.soundness import unsound
@@ -108,7 +109,7 @@ def check_plan_nodes(plan: Plan, nodes: Iterable[DiscoveredNode]) -> None:
                 f"The plan needs the node {stage.node_name}, which was not found.",
                 hint="Start `linkcpp node` there, or plan again with the nodes that are here.",
             )
-        if node.status is not NodeStatus.READY:
+        if not is_usable(node.status, plan.mode):
             raise LinkcppError(
                 f"The plan needs the node {stage.node_name}, which is not ready: "
                 f"{node.reason or node.status.value}.",

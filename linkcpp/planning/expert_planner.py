@@ -206,7 +206,11 @@ def _plan(
         stages=(_stage(setting, coordinator.name),),
         expert_shares=shares,
         coordinator_memory=memory,
-        node_urls={node.record.node_id: node.urls for node in usable_nodes(cluster) if node.record},
+        node_urls={
+            node.record.node_id: node.urls
+            for node in usable_nodes(cluster, PlanMode.EXPERTS)
+            if node.record
+        },
         expectation=Expectation(
             token_ms=token,
             compute_ms=token - expected.network_ms,

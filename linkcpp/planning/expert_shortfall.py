@@ -6,7 +6,7 @@ from linkcpp.cluster.records import Cluster
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.backbone import Setting, backbone_costs, host_need, layer_classes, settings
 from linkcpp.planning.offers import coordinator_offers, usable_nodes
-from linkcpp.planning.records import PlanOptions, Shortfall
+from linkcpp.planning.records import PlanMode, PlanOptions, Shortfall
 
 
 def expert_shortfalls(
@@ -29,7 +29,7 @@ def expert_shortfalls(
     held = _held_bytes(best)
     classes = layer_classes(inventory)
     needed = sum(entry.count * entry.expert_count * entry.expert_bytes for entry in classes)
-    count = len(usable_nodes(cluster))
+    count = len(usable_nodes(cluster, PlanMode.EXPERTS))
     yield Shortfall(
         where=f"{here} with {count} node{'s' if count > 1 else ''}" if count else here,
         what=f"the experts of {sum(entry.count for entry in classes)} layers",

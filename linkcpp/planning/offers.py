@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from linkcpp.cluster.records import Cluster, DiscoveredNode, Link, NodeDevice, NodeId, NodeStatus
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import ModelInventory
-from linkcpp.planning.records import PlanOptions
+from linkcpp.planning.records import PlanMode, PlanOptions
 
 # Taken where nothing was measured: below what all but the oldest machines reach, so that a device
 # which was measured is preferred, and a plan is not made on a hope.
@@ -62,17 +62,28 @@ class Offer:
         return self.visit_ms + size_bytes / self.link_bytes_per_second * 1e3
 
 
-def usable_nodes(cluster: Cluster) -> tuple[DiscoveredNode, ...]:
-    """The nodes that a plan may use, each once, in a fixed order.
+def usable_nodes(cluster: Cluster, mode: PlanMode) -> tuple[DiscoveredNode, ...]:
+    """The nodes that a plan of this mode may use, each once, in a fixed order.
 
     The coordinator's own agent is not among them: its memory is the coordinator's.
     """
     by_id: dict[NodeId, DiscoveredNode] = {}
     for node in cluster.nodes:
-        if node.status is NodeStatus.READY and node.record and not node.is_this_machine:
+        if is_usable(node.status, mode) and node.record and not node.is_this_machine:
             by_id.setdefault(node.record.node_id, node)
     by_id.pop(cluster.coordinator.node_id, None)
     return tuple(by_id[node_id] for node_id in sorted(by_id))
+
+
+def is_usable(status: NodeStatus, mode: PlanMode) -> bool:
+    """Whether a plan of this mode may use a node.
+
+    Experts are computed by the node's own engine for frames of ours, so its build need not be the
+    coordinator's; layers are computed for the coordinator's llama-server, so it must be.
+    """
+    if status is NodeStatus.OTHER_ENGINE:
+        return mode is PlanMode.EXPERTS
+    return status is NodeStatus.READY
 
 
 def coordinator_offers(cluster: Cluster, options: PlanOptions) -> tuple[Offer, ...]:
@@ -93,7 +104,7 @@ def coordinator_offers(cluster: Cluster, options: PlanOptions) -> tuple[Offer, .
 
 def remote_offers(cluster: Cluster, options: PlanOptions) -> tuple[Offer, ...]:
     """The devices of all usable nodes."""
-    return tuple(_remote(usable_nodes(cluster), options))
+    return tuple(_remote(usable_nodes(cluster, options.mode), options))
 
 
 def require_minimum(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> None:

@@ -64,7 +64,9 @@ def find_plan(
         mode=mode,
         placement=best,
         bound_ms=min(placement.bound_ms for _, placement in candidates),
-        reason=_reason(candidates, mode, options, has_nodes=bool(usable_nodes(cluster))),
+        reason=_reason(
+            candidates, mode, options, has_nodes=bool(usable_nodes(cluster, options.mode))
+        ),
     )
 
 
@@ -190,7 +192,9 @@ def _plan(
             reserve=host.reserve_bytes,
             kept=kept,
         ),
-        node_urls={node.record.node_id: node.urls for node in usable_nodes(cluster) if node.record},
+        node_urls={
+            node.record.node_id: node.urls for node in usable_nodes(cluster, mode) if node.record
+        },
         expectation=Expectation(
             token_ms=token,
             compute_ms=compute,
