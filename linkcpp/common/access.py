@@ -28,7 +28,8 @@ class RateLimit:
     Of calls with a token only failures are counted, and only failures are turned away: a token
     carries 256 bits, so that guessing is hopeless at any rate, and a lock-out would let a stranger
     behind the coordinator's address translation keep the coordinator out. What is limited is the
-    work and the log lines. The number of addresses remembered is bounded; IPv6 counts by its /64, which one host owns.
+    work and the log lines. The number of addresses remembered is bounded; IPv6 counts by its /64,
+    which one host owns.
     """
 
     def __init__(
