@@ -15,7 +15,8 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import expand_home
 from linkcpp.model.header import Header, TensorInfo, Value, read_header
 from linkcpp.model.source import ByteSource, FileSource
-from linkcpp.model.web_source import WebSource, new_client
+from linkcpp.model.web_client import new_client
+from linkcpp.model.web_source import WebSource
 
 # llama-gguf-split writes, and llama.cpp insists on, exactly this form.
 _PART_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -76,6 +77,16 @@ def is_url(text: str) -> bool:
     return text.lower().startswith(("http://", "https://"))
 
 
+def part_urls(url: str) -> list[str]:
+    """The addresses of all parts of a model on the web, given that of any one.
+
+    Raises:
+        LinkcppError: its name is that of a part that cannot be.
+    """
+    directory, name, query = _url_pieces(url)
+    return [directory + part + query for part in _part_names(name)]
+
+
 def open_model(location: str | Path) -> ModelFiles:
     """Open a model named by the path or URL of its file, or of any one part of a split model.
 
@@ -102,15 +113,17 @@ Opener = Callable[[str], ByteSource]
 def _addressing(text: str, stack: contextlib.ExitStack) -> tuple[Opener, str]:
     """How to open a file beside the named one by its name, and the name of the named one."""
     if is_url(text):
-        address, mark, query = text.partition("?")
-        directory, slash, name = address.rpartition("/")
+        directory, name, query = _url_pieces(text)
         client: httpx.Client = stack.enter_context(new_client())
-        return (
-            lambda part: WebSource(directory + slash + part + mark + query, client=client),
-            name,
-        )
+        return lambda part: WebSource(directory + part + query, client=client), name
     path = expand_home(Path(text))
     return lambda part: FileSource(path.with_name(part) if part != path.name else path), path.name
+
+
+def _url_pieces(url: str) -> tuple[str, str, str]:
+    address, mark, query = url.partition("?")
+    directory, slash, name = address.rpartition("/")
+    return directory + slash, name, mark + query
 
 
 def _part_names(name: str) -> list[str]:

@@ -26,13 +26,16 @@ _MOST_LOOKED_AT = 10_000
 class ByteSource(Protocol):
     """Bytes that can be read in ranges, by several threads at once.
 
-    ``name`` is for people (no secrets). ``size_bytes`` is the whole length. ``bytes_read`` counts
-    what ``read`` and ``stream`` gave so far.
+    ``name`` is for people (no secrets). ``size_bytes`` is the whole length.
     """
 
     name: str
     size_bytes: int
-    bytes_read: int
+
+    @property
+    def bytes_read(self) -> int:
+        """What ``read`` and ``stream`` gave so far."""
+        ...
 
     @property
     def version(self) -> str:

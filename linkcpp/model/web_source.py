@@ -2,31 +2,34 @@
 
 import contextlib
 import os
+import random
 import re
-import socket
 import threading
 import time
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import httpx
+from pydantic import ValidationError
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import ErrorBody
+from linkcpp.common.text import printable
 from linkcpp.model.source import check_range
+from linkcpp.model.web_client import MAXIMUM_REDIRECTS, new_client
 
 TOKEN_VARIABLE = "LINKCPP_MODEL_TOKEN"  # noqa: S105 - the name of a variable, not a token
 HUGGING_FACE_HOST = "huggingface.co"
-MAXIMUM_REDIRECTS = 5
-TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 # A server that drips bytes keeps resetting the read timeout; this is the pace it must hold.
 PATIENCE_SECONDS = 60.0
-# The same for the head of an answer, redirects included, which no other limit covers.
-HEAD_SECONDS = 60.0
 SLOWEST_BYTES_PER_SECOND = 50_000
 # Waited before trying again, as long as nothing arrives in between.
 RETRY_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+# A server that says when to come again is asked for so long, as nothing is wrong with it.
+BUSY_PATIENCE_SECONDS = 1800.0
+_LONGEST_PAUSE_SECONDS = 30.0
+_LONGEST_ERROR_BYTES = 4096
 _PASSING_STATUS = (429, 500, 502, 503, 504)
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -36,14 +39,31 @@ class _PassingError(LinkcppError):
     """A failure that may be gone at the next attempt."""
 
 
+class _BusyError(_PassingError):
+    """The server said how many seconds later to come again."""
+
+    def __init__(self, name: str, pause_seconds: float) -> None:
+        super().__init__(f"The server of {name} is busy.", hint="Try again later.")
+        self.pause_seconds = min(pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+
 class WebSource:
     """A file on a web server that honours ``Range`` requests (RFC 9110, section 14).
 
     A bearer token is taken from ``LINKCPP_MODEL_TOKEN`` (for Hugging Face also ``HF_TOKEN``) and
-    sent over TLS or loopback only, never to another host that a redirect names.
+    sent over TLS or loopback only, never to another host that a redirect names. A hub's files come
+    with ``bearer``, which is asked for the token of the day before each request. Where
+    ``size_bytes`` is known, nothing is asked before the first bytes are wanted.
     """
 
-    def __init__(self, url: str, *, client: httpx.Client | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        client: httpx.Client | None = None,
+        bearer: Callable[[], str] | None = None,
+        size_bytes: int | None = None,
+    ) -> None:
         try:
             self._url = httpx.URL(url)
             reason = "" if self._url.host else "it names no host"
@@ -55,12 +75,13 @@ class WebSource:
             )
         self.name = str(self._url.copy_with(userinfo=b"", query=None, fragment=None))
         self.bytes_read = 0
+        self._bearer = bearer
         self._etag: str | None = None
         self._counting = threading.Lock()
         self._owns_client = client is None
         self._client = client or new_client()
         try:
-            self.size_bytes = self._ask_for_size()
+            self.size_bytes = self._ask_for_size() if size_bytes is None else size_bytes
         except BaseException:
             self.close()
             raise
@@ -89,7 +110,11 @@ class WebSource:
         Goes on where a dropped connection or a busy server left off.
         """
         check_range(self, offset_bytes, length_bytes)
+        return self._steadily(offset_bytes, length_bytes)
+
+    def _steadily(self, offset_bytes: int, length_bytes: int) -> Iterator[memoryview]:
         deadline = _deadline(length_bytes)
+        busy_until = time.monotonic() + BUSY_PATIENCE_SECONDS
         done = failures = 0
         while done < length_bytes:
             try:
@@ -97,6 +122,12 @@ class WebSource:
                     done += len(piece)
                     failures = 0
                     yield memoryview(piece)
+            except _BusyError as error:
+                if time.monotonic() > busy_until:
+                    raise
+                deadline += error.pause_seconds
+                # Not all who were sent away at once should come again at once.
+                time.sleep(error.pause_seconds * random.uniform(0.5, 1.5))  # noqa: S311
             except _PassingError:
                 if failures == len(RETRY_PAUSES_SECONDS) or time.monotonic() > deadline:
                     raise
@@ -115,7 +146,8 @@ class WebSource:
 
     def _ask_for_size(self) -> int:
         self.size_bytes = -1
-        for _ in self._pieces(0, 1):
+        # A hub is known to be there; another address may just have been mistyped.
+        for _ in self._steadily(0, 1) if self._bearer else self._pieces(0, 1):
             pass
         return self.size_bytes
 
@@ -125,7 +157,7 @@ class WebSource:
             "Range": f"bytes={offset}-{offset + length - 1}",
             # A compressed answer would count and cut other bytes than the file's.
             "Accept-Encoding": "identity",
-            **_authorization(self._url),
+            **self._authorization(),
         }
         deadline = _deadline(length)
         left = length
@@ -164,6 +196,11 @@ class WebSource:
 
     def _check(self, response: httpx.Response, offset: int, length: int) -> None:
         if response.status_code != httpx.codes.PARTIAL_CONTENT:
+            pause = response.headers.get("Retry-After", "")
+            if response.status_code in _PASSING_STATUS and re.fullmatch("[0-9]{1,9}", pause):
+                raise _BusyError(self.name, float(pause))
+            if self._bearer is not None:
+                raise self._hub_error(response)
             raise self._status_error(response)
         match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if match is None:
@@ -179,6 +216,16 @@ class WebSource:
             self.size_bytes = total
         elif total != self.size_bytes:
             raise self._changed()
+
+    def _authorization(self) -> dict[str, str]:
+        if self._bearer is not None:
+            return {"Authorization": f"Bearer {self._bearer()}"}
+        token = os.environ.get(TOKEN_VARIABLE)
+        if not token and self._url.host == HUGGING_FACE_HOST:
+            token = os.environ.get("HF_TOKEN")
+        if not token or not (self._url.scheme == "https" or self._url.host in _LOOPBACK_HOSTS):
+            return {}
+        return {"Authorization": f"Bearer {token}"}
 
     def _status_error(self, response: httpx.Response) -> LinkcppError:
         status = response.status_code
@@ -204,6 +251,22 @@ class WebSource:
         kind = _PassingError if status in _PASSING_STATUS else LinkcppError
         return kind(f"The server of {self.name} answers HTTP {status}.", hint="Try again later.")
 
+    def _hub_error(self, response: httpx.Response) -> LinkcppError:
+        """Repeat what a hub says; a token that it does not take is renewed before the next try."""
+        status = response.status_code
+        body = bytearray()
+        for piece in response.iter_raw():
+            body += piece
+            if len(body) > _LONGEST_ERROR_BYTES:
+                break
+        message, hint = f"The server of {self.name} answers HTTP {status}.", None
+        with contextlib.suppress(ValidationError):
+            told = ErrorBody.model_validate_json(bytes(body))
+            message = f"{self.name}: {printable(told.message, 500)}"
+            hint = printable(told.hint, 500) if told.hint else None
+        is_passing = status in (*_PASSING_STATUS, httpx.codes.UNAUTHORIZED)
+        return (_PassingError if is_passing else LinkcppError)(message, hint=hint)
+
     def _refused(self, what: str) -> LinkcppError:
         return LinkcppError(
             f"The server of {self.name} {what}.", hint="Download the file and give its path."
@@ -213,70 +276,5 @@ class WebSource:
         return LinkcppError(f"{self.name} changed while it was read.", hint="Try again.")
 
 
-class _PunctualClient(httpx.Client):
-    """Hangs up where the head of an answer is not there in time, though bytes of it keep coming.
-
-    httpx limits each wait for bytes only. When time is up, the sockets that this client opened are
-    shut down, which wakes the thread that reads from them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(
-            follow_redirects=True,
-            max_redirects=MAXIMUM_REDIRECTS,
-            timeout=TIMEOUT,
-        )
-        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self._noting = threading.Lock()
-
-    def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
-        """Send a request; see ``httpx.Client.send``. With ``stream`` this ends with the head."""
-        request.extensions = {**request.extensions, "trace": self._note_socket}
-        is_late = threading.Event()
-        timer = threading.Timer(HEAD_SECONDS, self._hang_up, (is_late,))
-        timer.daemon = True
-        timer.start()
-        try:
-            return super().send(request, **options)
-        except httpx.RequestError as error:
-            if is_late.is_set():
-                words = f"no whole answer within {HEAD_SECONDS:g} seconds"
-                raise httpx.ReadTimeout(words, request=request) from error
-            raise
-        finally:
-            timer.cancel()
-
-    def _note_socket(self, _: str, info: dict[str, Any]) -> None:
-        # Of a connection, and again of TLS over it, the return value is a stream with a socket.
-        ask = getattr(info.get("return_value"), "get_extra_info", None)
-        opened = ask("socket") if ask else None
-        if isinstance(opened, socket.socket):
-            with self._noting:
-                self._sockets.add(opened)
-
-    def _hang_up(self, is_late: threading.Event) -> None:
-        is_late.set()
-        with self._noting:
-            opened = list(self._sockets)
-        for each in opened:
-            with contextlib.suppress(OSError):
-                # Not that of a TLS socket, which would take its state from under the reader.
-                socket.socket.shutdown(each, socket.SHUT_RDWR)
-
-
-def new_client() -> httpx.Client:
-    """A client that keeps connections, follows a few redirects and gives up in time."""
-    return _PunctualClient()
-
-
 def _deadline(length_bytes: int) -> float:
     return time.monotonic() + PATIENCE_SECONDS + length_bytes / SLOWEST_BYTES_PER_SECOND
-
-
-def _authorization(url: httpx.URL) -> dict[str, str]:
-    token = os.environ.get(TOKEN_VARIABLE)
-    if not token and url.host == HUGGING_FACE_HOST:
-        token = os.environ.get("HF_TOKEN")
-    if not token or not (url.scheme == "https" or url.host in _LOOPBACK_HOSTS):
-        return {}
-    return {"Authorization": f"Bearer {token}"}

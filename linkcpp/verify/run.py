@@ -6,11 +6,11 @@ from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.api import read_api_key
-from linkcpp.launch.experts.files import has_no_experts
 from linkcpp.launch.folder import DeploymentFolder, current_deployments
 from linkcpp.launch.status import Condition, DeploymentReport, report_on
 from linkcpp.model.inventory import read_inventory
 from linkcpp.model.parts import is_url
+from linkcpp.model.slices.hollow import has_no_experts
 from linkcpp.model.slices.writing import open_whole_model
 from linkcpp.planning.documents import check_plan_model
 from linkcpp.planning.records import Plan, PlanMode

@@ -9,8 +9,8 @@ import pytest
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model import web_source
 from linkcpp.model.cursor import FIRST_CHUNK_BYTES
-from linkcpp.model.slices.copying import THREADS
 from linkcpp.model.slices.slabs import ExpertSlabs
+from linkcpp.model.slices.unit_threads import THREADS
 from linkcpp.model.slices.writing import open_whole_model, write_backbone
 from tests.model import random_models as drawn
 from tests.model.test_slices import cut, slabs_by_gguf

@@ -142,7 +142,7 @@ def test_a_server_that_drips_its_head_is_given_up(
                 handler.wfile.write(b"X-Patience: is a virtue\r\n"[:1])
 
     given_up = threading.Event()
-    monkeypatch.setattr("linkcpp.model.web_source.HEAD_SECONDS", 0.3)
+    monkeypatch.setattr("linkcpp.model.web_client.HEAD_SECONDS", 0.3)
     server.answers["/repo/model.gguf"] = drip
     try:
         with pytest.raises(LinkcppError, match="no whole answer within") as caught:

@@ -9,16 +9,16 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import cache_folder
-from linkcpp.model.parts import ModelFiles, is_url, open_model
+from linkcpp.model.parts import is_url, open_model
+from linkcpp.model.slices.hollow import has_no_experts
 from linkcpp.model.slices.manifest import FileKind, Manifest, manifest_path, read_manifest
 from linkcpp.model.slices.segments import Segment, merge_segments
-from linkcpp.model.slices.tensors import is_expert_weight
 from linkcpp.model.slices.writing import (
     backbone_jobs,
     backbone_paths,
@@ -30,8 +30,6 @@ from linkcpp.node.records import SliceId
 from linkcpp.node.slice_files import slice_id
 from linkcpp.worker.slabs import GgufSlabs
 from linkcpp.worker.store import least_cache_bytes
-
-_SAMPLE_BYTES = 4096
 
 Report = Callable[[int], None]
 _Result = TypeVar("_Result")
@@ -207,24 +205,6 @@ async def _in_thread(work: Callable[[Report], _Result]) -> _Result:
         with contextlib.suppress(_GivenUpError, LinkcppError):
             await running
         raise
-
-
-def has_no_experts(files: ModelFiles) -> bool:
-    """Whether a model's experts are holes, however these were copied.
-
-    No real expert begins with so many zeros, let alone all of them.
-    """
-    samples = _expert_samples(files)
-    return not any(any(sample) for sample in samples)
-
-
-def _expert_samples(files: ModelFiles) -> Iterator[bytes]:
-    for part, tensor in files.tensors:
-        if is_expert_weight(tensor.name):
-            # Past the first block of the file system, which a neighbour may share.
-            start = tensor.offset_bytes + min(_SAMPLE_BYTES, tensor.size_bytes // 2)
-            length = min(_SAMPLE_BYTES, tensor.offset_bytes + tensor.size_bytes - start)
-            yield files.sources[part].read(start, length)
 
 
 def is_whole_model(location: str) -> bool:

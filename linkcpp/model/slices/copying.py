@@ -1,15 +1,9 @@
-"""Copying byte ranges into an unfinished file: hashed on the way, resumed, in several threads.
-
-Reading, hashing and writing release Python's global lock, so units are simply spread over threads:
-while one thread hashes, another one reads or writes. A thread holds one piece of a slab in memory.
-"""
+"""Copying byte ranges into an unfinished file: hashed on the way, resumed, in several threads."""
 
 import contextlib
 import os
-import queue
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -25,11 +19,10 @@ from linkcpp.model.slices.unit_copier import (
     refuse_write,
     write_part,
 )
+from linkcpp.model.slices.unit_threads import UnitThreads, Work, Worker
 
-THREADS: Final = 4
 # Written to the disk in the background, so that the last sync has little left to do.
 _SYNC_BYTES: Final = 32 * 2**20
-_PATIENCE_SECONDS: Final = 2.0
 
 
 class Copied(NamedTuple):
@@ -38,10 +31,6 @@ class Copied(NamedTuple):
     digests: list[list[str]]
     fetched_bytes: int
     reused_bytes: int
-
-
-class _Stopped(Exception):  # noqa: N818 - not an error
-    """The copy was given up; raised inside its threads only."""
 
 
 def copy_units(
@@ -61,7 +50,7 @@ def copy_units(
         copier = UnitCopier(job, supply, partial, journal.done, is_resumed, on_progress)
         digests: list[list[str]] = [[] for _ in job.units]
         reused = 0
-        with _Threads(copier, target) as results:
+        with UnitThreads(len(job.units), _worker(copier, target)) as results:
             for result in results:
                 digests[result.number] = result.digests
                 reused += result.reused_bytes
@@ -74,67 +63,35 @@ def copy_units(
     return Copied(digests, job.copied_bytes - reused, reused)
 
 
-class _Threads:
-    """Threads that copy the units in order; iterating gives the results as they come.
+def _worker(copier: UnitCopier, target: int) -> Worker[CopiedUnit]:
+    syncer = _Syncer()
 
-    Left early (an error, Ctrl-C) it does not wait long for a thread that is stuck in the network:
-    the threads have descriptors of their own, and write nothing more once they notice.
-    """
+    @contextlib.contextmanager
+    def descriptor_of_its_own() -> Iterator[Work[CopiedUnit]]:
+        # A thread that is stuck in the network outlives the copy that was given up.
+        own = os.dup(target)
 
-    def __init__(self, copier: UnitCopier, target: int) -> None:
-        self._copier = copier
-        self._target = target
-        self._unit_count = unit_count = len(copier.job.units)
-        self._numbers = iter(range(unit_count))
+        def copy(number: int, check_alive: Callable[[], None]) -> CopiedUnit:
+            result = copier.copy(number, own, check_alive)
+            syncer.add(own, copier.job.units[number].size_bytes)
+            return result
+
+        try:
+            yield copy
+        finally:
+            os.close(own)
+
+    return descriptor_of_its_own
+
+
+class _Syncer:
+    """Syncs a file after every so many bytes, by whichever thread gets there."""
+
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, daemon=True) for _ in range(min(THREADS, unit_count))
-        ]
-        self._results: queue.SimpleQueue[CopiedUnit | BaseException] = queue.SimpleQueue()
         self._unsynced_bytes = 0
 
-    def __enter__(self) -> Iterator[CopiedUnit]:
-        for thread in self._threads:
-            thread.start()
-        return self._collect()
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0))
-
-    def _collect(self) -> Iterator[CopiedUnit]:
-        for _ in range(self._unit_count):
-            result = self._results.get()
-            if isinstance(result, BaseException):
-                raise result
-            yield result
-
-    def _run(self) -> None:
-        target = os.dup(self._target)
-        try:
-            while (number := self._next()) is not None:
-                result = self._copier.copy(number, target, self._check_alive)
-                self._results.put(result)
-                self._sync_sometimes(target, self._copier.job.units[number].size_bytes)
-        except _Stopped:
-            pass
-        except BaseException as error:
-            self._results.put(error)
-        finally:
-            os.close(target)
-
-    def _next(self) -> int | None:
-        with self._lock:
-            return None if self._stopped.is_set() else next(self._numbers, None)
-
-    def _check_alive(self) -> None:
-        if self._stopped.is_set():
-            raise _Stopped
-
-    def _sync_sometimes(self, target: int, written_bytes: int) -> None:
+    def add(self, target: int, written_bytes: int) -> None:
         with self._lock:
             self._unsynced_bytes += written_bytes
             if self._unsynced_bytes < _SYNC_BYTES:

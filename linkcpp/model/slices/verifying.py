@@ -7,10 +7,10 @@ from pathlib import Path
 
 from linkcpp.common.records import Record
 from linkcpp.model.header import read_header
-from linkcpp.model.slices.copying import THREADS
 from linkcpp.model.slices.hashing import Progress, hash_pieces
 from linkcpp.model.slices.layout import read_slice
 from linkcpp.model.slices.manifest import FileKind, Manifest, Slab, listed_slabs, read_manifest
+from linkcpp.model.slices.unit_threads import THREADS
 from linkcpp.model.source import FileSource
 
 _BATCH = 64
