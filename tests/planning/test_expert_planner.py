@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from linkcpp.cluster.records import Cluster, NodeId
+from linkcpp.cluster.records import Cluster, NodeId, NodeStatus
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.presets import load_model
 from linkcpp.model.records import LayerKind, ModelInventory, TensorRole
@@ -14,6 +14,7 @@ from linkcpp.planning.backbone import DISPATCH_MS, WORKER_SCRATCH_BYTES, without
 from linkcpp.planning.documents import check_plan_nodes, parse_plan, plan_text
 from linkcpp.planning.expert_copies import MOST_SEGMENTS
 from linkcpp.planning.expert_planner import plan_experts
+from linkcpp.planning.offers import usable_nodes
 from linkcpp.planning.records import Plan, PlanMode, PlanOptions
 from linkcpp.planning.routing_counts import RoutingCounts, parse_counts
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
@@ -316,3 +317,13 @@ def test_counts_are_read_with_care() -> None:
     for bad in ("", "[]", '{"layers": {"0": {"5": -1}}}', '{"layers": {"x": {}}}', "[" * 100_000):
         with pytest.raises(LinkcppError, match="no routing counts"):
             parse_counts(bad, source="c.json")
+
+
+def test_a_node_with_another_build_computes_experts_but_no_layers() -> None:
+    other = [
+        node.model_copy(update={"status": NodeStatus.OTHER_ENGINE}) for node in twenty_nodes().nodes
+    ]
+    cluster = twenty_nodes().model_copy(update={"nodes": tuple(other)})
+    assert len(usable_nodes(cluster, PlanMode.EXPERTS)) == len(other)
+    assert usable_nodes(cluster, PlanMode.LAYERS) == ()
+    assert usable_nodes(cluster, PlanMode.AUTO) == ()

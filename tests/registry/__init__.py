@@ -1,0 +1,1 @@
+"""The registry: what hub, gateway, node and coordinator tell each other."""
