@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import ClassVar
 
 import h11
 import uvicorn
@@ -25,13 +26,14 @@ MAX_CONNECTIONS = 512
 class BoundedHttpProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 with a deadline for each request head, and a bound on connections."""
 
+    most_connections: ClassVar[int] = MAX_CONNECTIONS
     _head_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, or drop it where there are too many."""
         super().connection_made(transport)
         tune_transport(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self.most_connections:
             transport.abort()
             return
         self._start_deadline()

@@ -1,0 +1,212 @@
+"""What stands before every route of the hub: tokens, rate limits, bounds, request ids, the log.
+
+Plain ASGI, so that a caller without a token reaches no parser of ours. What a role may do is for
+the routes to say (``linkcpp.hub.roles``).
+"""
+
+import logging
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from time import perf_counter
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from linkcpp.cluster.token import tokens_equal
+from linkcpp.common.access import RateLimit, read_body, refuse, replay
+from linkcpp.common.callers import caller as caller_address
+from linkcpp.common.text import printable
+from linkcpp.hub.directory import Directory
+from linkcpp.hub.identity import HubIdentity
+from linkcpp.hub.metrics import HubMetrics
+from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.roles import METRICS_PATH, OPEN_PATHS, Caller
+from linkcpp.registry.tickets import NodeClaims, TicketError, verify_node_token
+
+BODY_DEADLINE_SECONDS: Final = 10.0
+
+_MAX_BODY_BYTES: Final = 64 * 1024
+_MAX_BODY_BYTES_OF: Final = {
+    "/v1/join": 16 * 1024,
+    "/v1/tokens": 4 * 1024,
+    "/v1/heartbeat": 2**20,
+    "/v1/gateways/heartbeat": 256 * 1024,
+}
+_LIMITED_PATHS: Final = ("/v1/join", "/v1/tokens")
+# They come too often to be worth a line each.
+_QUIET_PATHS: Final = ("/v1/heartbeat", "/v1/gateways/heartbeat", "/v1/health", "/metrics")
+_MOST_TOKENS_REMEMBERED: Final = 50_000
+_HINT_JOIN: Final = "`linkcpp join URL --token …` gets a token of this hub."
+
+_log = logging.getLogger(__name__)
+
+
+class TokenCheck:
+    """Reads bearer tokens; what was verified once is remembered, for a signature costs more."""
+
+    def __init__(
+        self, identity: HubIdentity, directory: Directory, clock: Callable[[], float]
+    ) -> None:
+        self._identity = identity
+        self._verifier = identity.verifier
+        self._directory = directory
+        self._clock = clock
+        self._claims: OrderedDict[str, NodeClaims] = OrderedDict()
+
+    def caller(self, scope: Scope) -> Caller:
+        """Say who calls.
+
+        Raises:
+            HubProblem: the call has no token, or one that is not (or no longer) taken.
+        """
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, token = (values[0] if len(values) == 1 else b"").decode("latin-1").partition(" ")
+        token = token.strip()
+        if scheme.lower() != "bearer" or not token:
+            raise HubProblem(401, "no_token", "This call needs a token.", hint=_HINT_JOIN)
+        if scope["path"] == METRICS_PATH and tokens_equal(token, self._identity.metrics_token):
+            return Caller("metrics", None)
+        claims = self._verified(token)
+        if claims.sub == self._identity.hub_id:
+            return Caller(claims.sub, claims.role)
+        machine = self._directory.machines.get(claims.sub)
+        if machine is None or machine.revoked_at is not None:
+            raise HubProblem(403, "revoked", "This machine was revoked.", hint=_HINT_JOIN)
+        if claims.role is not machine.role or claims.iat < machine.joined_at:
+            raise HubProblem(401, "old_token", "This machine joined again since it got its token.")
+        return Caller(claims.sub, claims.role)
+
+    def _verified(self, token: str) -> NodeClaims:
+        now = self._clock()
+        claims = self._claims.get(token)
+        if claims is None:
+            try:
+                claims = verify_node_token(self._verifier, token, now=now)
+            except TicketError as error:
+                raise HubProblem(
+                    401, error.code, f"This token is not taken: {error.reason}.", hint=_HINT_JOIN
+                ) from None
+            self._claims[token] = claims
+            if len(self._claims) > _MOST_TOKENS_REMEMBERED:
+                self._claims.popitem(last=False)
+        elif claims.exp <= now:
+            del self._claims[token]
+            raise HubProblem(
+                401, "expired_token", "This token is not taken: it has ended.", hint=_HINT_JOIN
+            )
+        return claims
+
+
+class Access:
+    """Serves a request or WebSocket whose caller is known, or one of the few that are open."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        tokens: TokenCheck,
+        metrics: HubMetrics,
+        *,
+        failures: RateLimit,
+        open_calls: RateLimit,
+    ) -> None:
+        self._app = app
+        self._tokens = tokens
+        self._metrics = metrics
+        self._failures = failures
+        self._open_calls = open_calls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one, count it, and write its line in the log."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        started = perf_counter()
+        request_id = secrets.token_hex(8)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] in ("http.response.start", "websocket.http.response.start"):
+                status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": headers}
+            elif message["type"] == "websocket.accept":
+                status = 101
+            await send(message)
+
+        try:
+            await self._serve(scope, receive, send_and_note)
+        finally:
+            self._note(scope, status or 500, perf_counter() - started)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        try:
+            if path in OPEN_PATHS:
+                if path in _LIMITED_PATHS:
+                    self._check_rate(self._open_calls, scope)
+            else:
+                scope["state"]["caller"] = self._tokens.caller(scope)
+        except HubProblem as problem:
+            await self._turn_away(scope, send, problem)
+            return
+        if scope["type"] == "websocket":
+            await self._app(scope, receive, send)
+            return
+        most_bytes = _MAX_BODY_BYTES_OF.get(path, _MAX_BODY_BYTES)
+        body = await read_body(scope, receive, most_bytes, BODY_DEADLINE_SECONDS)
+        if isinstance(body, bytes):
+            await self._app(scope, replay(body, receive), send)
+        else:
+            await refuse(scope, send, *body)
+
+    async def _turn_away(self, scope: Scope, send: Send, problem: HubProblem) -> None:
+        try:
+            if problem.status == 401:
+                self._check_rate(self._failures, scope)
+        except HubProblem as too_many:
+            problem = too_many
+        headers = {"WWW-Authenticate": "Bearer"} if problem.status == 401 else {}
+        if problem.retry_after_seconds is not None:
+            headers["Retry-After"] = str(math.ceil(problem.retry_after_seconds))
+        await refuse(scope, send, problem.status, problem.body(), headers)
+
+    def _check_rate(self, limit: RateLimit, scope: Scope) -> None:
+        wait_seconds = limit.take(_address(scope))
+        if wait_seconds is not None:
+            raise HubProblem(
+                429,
+                "too_many_calls",
+                "Too many such calls from this address.",
+                hint=f"Wait {math.ceil(wait_seconds)} s.",
+                retry_after_seconds=wait_seconds,
+            )
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", None)
+        method = scope.get("method", "WEBSOCKET")
+        self._metrics.observe_request(method, route, status, seconds)
+        path = scope["path"]
+        level = logging.DEBUG if path in _QUIET_PATHS and status < 400 else logging.INFO
+        if not _log.isEnabledFor(level):
+            return
+        state = scope["state"]
+        known: Caller | None = state.get("caller")
+        told = {
+            "request_id": state["request_id"],
+            "method": method,
+            "path": printable(path, 200),
+            "status": status,
+            "ms": round(seconds * 1000, 2),
+            "caller": known.node_id if known else None,
+            "address": _address(scope),
+        }
+        _log.log(level, "%s", "request", extra=told)
+
+
+def _address(scope: Scope) -> str:
+    peer = scope["client"][0] if scope.get("client") else "unknown"
+    return caller_address(peer, scope["headers"])

@@ -1,0 +1,119 @@
+"""The hub's HTTP API: ``linkcpp.registry.records`` lists its calls."""
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request, WebSocket
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from linkcpp import __version__
+from linkcpp.common.access import RateLimit
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import ErrorBody
+from linkcpp.hub.access import Access, TokenCheck
+from linkcpp.hub.description import describe
+from linkcpp.hub.edge_routes import add_edge_routes
+from linkcpp.hub.machine_routes import add_machine_routes
+from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.roles import METRICS_PATH, OPENAPI_PATH, Caller, allow, check_routes
+from linkcpp.hub.service import Hub
+from linkcpp.hub.token_routes import add_token_routes
+from linkcpp.registry.records import Role
+
+_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}}
+
+
+def create_app(
+    hub: Hub, *, failures: RateLimit | None = None, open_calls: RateLimit | None = None
+) -> FastAPI:
+    """Build the ASGI application of a hub.
+
+    ``failures`` limits calls without the right token, ``open_calls`` those that need none.
+    """
+    # No documentation pages: they load scripts from elsewhere. The description itself is served.
+    app = FastAPI(
+        title="linkcpp hub",
+        version=__version__,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERRORS,
+        redirect_slashes=False,
+    )
+    add_machine_routes(app, hub)
+    add_edge_routes(app, hub)
+    add_token_routes(app, hub)
+    _add_own_routes(app, hub)
+    _add_errors(app)
+    check_routes(app.routes)
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    app.add_middleware(
+        Access,
+        tokens=TokenCheck(hub.identity, hub.directory, hub.clock),
+        metrics=hub.metrics,
+        failures=failures or RateLimit(),
+        open_calls=open_calls or RateLimit(tries=30, seconds_per_try=0.5, most_addresses=65_536),
+    )
+    return app
+
+
+def _add_own_routes(app: FastAPI, hub: Hub) -> None:
+    @app.get(
+        METRICS_PATH,
+        tags=["hub"],
+        summary="Metrics for Prometheus; also with the token in the data folder",
+        response_class=Response,
+        dependencies=[allow(Role.ADMIN, metrics=True)],
+    )
+    async def metrics() -> Response:
+        return Response(hub.render_metrics(), media_type="text/plain; version=0.0.4")
+
+    @app.get(OPENAPI_PATH, tags=["hub"], summary="The OpenAPI description of this API")
+    async def openapi() -> dict[str, Any]:
+        return app.openapi()
+
+    @app.websocket("/v1/events")
+    async def events(
+        websocket: WebSocket,
+        caller: Annotated[Caller, allow(Role.NODE, Role.BACKBONE)],
+    ) -> None:
+        await websocket.accept()
+        await hub.events.serve(websocket, caller.node_id)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(LinkcppError)
+    async def on_user_error(_: Request, error: LinkcppError) -> JSONResponse:
+        if isinstance(error, HubProblem):
+            return JSONResponse(error.body().model_dump(), error.status)
+        body = ErrorBody(code="refused", message=error.message, hint=error.hint)
+        return JSONResponse(body.model_dump(), 409)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        codes = {400: "invalid_request", 404: "unknown_route", 405: "unknown_method"}
+        body = ErrorBody(
+            code=codes.get(error.status_code, "refused"),
+            message=f"{request.method} {request.url.path[:200]}: {error.detail}.",
+            hint="GET /v1/openapi.json describes every call.",
+        )
+        return JSONResponse(body.model_dump(), error.status_code, headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        parts = []
+        for problem in error.errors()[:5]:
+            place = ".".join(str(part) for part in problem["loc"][1:])
+            parts.append(f"{place or problem['loc'][0]}: {problem['msg']}")
+        body = ErrorBody(code="invalid_request", message=f"Invalid request: {'; '.join(parts)}.")
+        return JSONResponse(body.model_dump(), 422)
+
+    @app.exception_handler(Exception)
+    async def on_defect(_: Request, error: Exception) -> JSONResponse:
+        body = ErrorBody(
+            code="defect",
+            message="The hub met a defect of its own.",
+            hint="Its log has the details.",
+        )
+        return JSONResponse(body.model_dump(), 500)

@@ -1,0 +1,115 @@
+"""The hub's SQL database: opened, brought to the newest schema, and written to by one thread."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import alembic.command
+import alembic.config
+from alembic.util import CommandError
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.pool import QueuePool
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.text import printable
+
+_MIGRATIONS = Path(__file__).with_name("migrations")
+_BUSY_SECONDS = 10
+_CONNECT_SECONDS = 10
+_STATEMENT_MS = 30_000
+# One migrates at a time; a number that no other program's advisory lock has by chance.
+_MIGRATION_LOCK = 0x6C696E6B637070
+_PASSWORD = re.compile(r"password=\S+|://[^\s/]*@")
+
+
+def open_database(url: str | None, data: Path) -> Engine:
+    """Open the database at ``url``, or ``hub.sqlite`` in the data folder, and migrate it.
+
+    Raises:
+        LinkcppError: it cannot be reached, its kind is not supported, or a newer linkcpp wrote it.
+    """
+    engine = _postgresql(url) if url else _sqlite(data / "hub.sqlite")
+    try:
+        with engine.begin() as connection:
+            _migrate(connection)
+    except CommandError as error:
+        engine.dispose()
+        raise LinkcppError(
+            f"The database was written by another version of linkcpp: {error}.",
+            hint="Install the version that wrote it, or a newer one.",
+        ) from error
+    except SQLAlchemyError as error:
+        engine.dispose()
+        raise LinkcppError(
+            f"The hub's database cannot be used: {describe_error(error)}.",
+            hint="See that the database server runs and that --database names it rightly.",
+        ) from error
+    return engine
+
+
+def describe_error(error: SQLAlchemyError) -> str:
+    """Say what a database complained of, in one line and without a password."""
+    first = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
+    return printable(_PASSWORD.sub("…", first), 200).rstrip(".")
+
+
+def _sqlite(path: Path) -> Engine:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    engine = create_engine(
+        f"sqlite+pysqlite:///{path}", poolclass=QueuePool, connect_args={"timeout": _BUSY_SECONDS}
+    )
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, _: Any) -> None:
+        # Transactions begin where SQLAlchemy says so, not where the driver guesses.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        cursor.execute("PRAGMA journal_mode=WAL")
+        # Synced at every commit: what is acknowledged survives also the loss of power.
+        cursor.execute("PRAGMA synchronous=FULL")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    return engine
+
+
+def _postgresql(text: str) -> Engine:
+    try:
+        url = make_url(text)
+    except ArgumentError:
+        raise LinkcppError(
+            "--database is not the URL of a database.",  # not echoed: it may have a password in it
+            hint="Write it like postgresql+psycopg://user@host/name.",
+        ) from None
+    if url.drivername in ("postgres", "postgresql"):
+        url = url.set(drivername="postgresql+psycopg")
+    if url.drivername != "postgresql+psycopg":
+        raise LinkcppError(
+            f"A hub cannot use a database of the kind {printable(url.drivername)}.",
+            hint="Without --database it uses SQLite; for PostgreSQL write "
+            "postgresql+psycopg://user@host/name.",
+        )
+    return create_engine(
+        url,
+        pool_pre_ping=True,
+        connect_args={
+            "connect_timeout": _CONNECT_SECONDS,
+            "options": f"-c statement_timeout={_STATEMENT_MS}",
+        },
+    )
+
+
+def _migrate(connection: Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})")
+    config = alembic.config.Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    alembic.command.upgrade(config, "head")

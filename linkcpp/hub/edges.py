@@ -1,0 +1,261 @@
+"""Edges: made for coordinators, told to both sides, moved when a gateway goes away, closed."""
+
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, insert, update
+
+from linkcpp.hub.assignment import choose_gateway
+from linkcpp.hub.directory import Directory, Edge, Machine, Waiting
+from linkcpp.hub.events import EventSockets
+from linkcpp.hub.identity import HubIdentity
+from linkcpp.hub.machines import unknown_machine
+from linkcpp.hub.presence import presence
+from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.schema import EDGES
+from linkcpp.hub.writer import Writer
+from linkcpp.registry.edges import (
+    CloseEvent,
+    EdgeEvent,
+    EdgeList,
+    EdgeOffer,
+    EdgeRecord,
+    EdgeRequest,
+    EdgeRole,
+    OfferRequest,
+)
+from linkcpp.registry.records import Presence, Role
+from linkcpp.registry.relay import PAIRING_SECONDS
+from linkcpp.registry.tickets import EDGE_TICKET_SECONDS, EdgeClaims, sign_edge_ticket
+
+# An edge of which neither a gateway nor its node told anything for so long is closed.
+UNSEEN_SECONDS = 15 * 60.0
+_MOST_EDGES_PER_MACHINE = 256
+
+
+class Edges:
+    """The open edges of a hub."""
+
+    def __init__(
+        self,
+        identity: HubIdentity,
+        directory: Directory,
+        writer: Writer,
+        events: EventSockets,
+        clock: Callable[[], float],
+    ) -> None:
+        self._identity = identity
+        self._directory = directory
+        self._writer = writer
+        self._events = events
+        self._clock = clock
+
+    async def create(self, backbone_id: str, request: EdgeRequest) -> EdgeOffer:
+        """Make an edge, tell the node, and return the coordinator's offer.
+
+        Raises:
+            HubProblem: there is no such node, it is gone, or one of the two has too many edges.
+        """
+        now = self._clock()
+        self._check_node(backbone_id, request.node_id, now)
+        edge = Edge(
+            edge_id=uuid.uuid4().hex,
+            backbone_node_id=backbone_id,
+            node_id=request.node_id,
+            gateway_id=None,
+            created_at=now,
+            last_seen=now,
+            avoid=request.not_gateways,
+            rtts_ms={str(key): rtt for key, rtt in request.relay_rtts_ms.items()},
+        )
+        edge.gateway_id = self._choose(edge, now)
+        await self._writer.write(lambda connection: _insert(connection, edge))
+        self._directory.edges[edge.edge_id] = edge
+        self._tell(edge, EdgeRole.NODE)
+        return self._offer(edge, EdgeRole.BACKBONE)
+
+    async def renew(self, backbone_id: str, edge_id: str, request: OfferRequest) -> EdgeOffer:
+        """Give both sides another offer for an edge whose way was lost.
+
+        Raises:
+            HubProblem: the edge is closed, or another machine's.
+        """
+        edge = self._directory.edges.get(edge_id)
+        if edge is None or edge.backbone_node_id != backbone_id:
+            raise HubProblem(
+                404, "unknown_edge", "There is no such edge.", hint="Ask for a new one."
+            )
+        edge.avoid = request.not_gateways
+        if request.relay_rtts_ms:
+            edge.rtts_ms = {str(key): rtt for key, rtt in request.relay_rtts_ms.items()}
+        now = edge.last_seen = self._clock()
+        await self._assign([(edge, self._choose(edge, now))])
+        self._tell(edge, EdgeRole.NODE)
+        return self._offer(edge, EdgeRole.BACKBONE)
+
+    async def close(self, machine_id: str, edge_id: str, *, is_admin: bool) -> None:
+        """End an edge; fine when it is closed already, or was another machine's."""
+        edge = self._directory.edges.get(edge_id)
+        if edge is not None and (is_admin or machine_id == edge.backbone_node_id):
+            await self._close([edge])
+
+    async def close_all_of(self, node_id: str) -> None:
+        """End all edges of a machine that was revoked."""
+        await self._close(self._directory.edges_of(node_id))
+
+    def records(self) -> EdgeList:
+        """List the open edges, the oldest first."""
+        edges = sorted(self._directory.edges.values(), key=lambda edge: edge.created_at)
+        listed = (
+            {name: getattr(edge, name, None) for name in EdgeRecord.model_fields} for edge in edges
+        )
+        return EdgeList(edges=tuple(EdgeRecord.model_validate(fields) for fields in listed))
+
+    def see(self, edge_ids: Iterable[str], reporter_id: str) -> tuple[str, ...]:
+        """Note that a node or gateway has these edges; return those that it may not have."""
+        now = self._clock()
+        unwanted = []
+        for edge_id in edge_ids:
+            edge = self._directory.edges.get(edge_id)
+            if edge is not None and reporter_id in (edge.gateway_id, edge.node_id):
+                edge.last_seen = now
+            else:
+                unwanted.append(edge_id)
+        return tuple(unwanted)
+
+    def take_waiting(self, node_id: str) -> tuple[EdgeOffer, ...]:
+        """Return the offers that a node was not told in a heartbeat's answer yet."""
+        waiting = self._directory.waiting.pop(node_id, None)
+        if not waiting:
+            return ()
+        now = self._clock()
+        return tuple(one.offer for one in waiting.values() if one.until > now)
+
+    async def move_lost(self) -> None:
+        """Give edges whose gateway is not there any more another one, if there is one."""
+        now = self._clock()
+        moves = []
+        for edge in list(self._directory.edges.values()):
+            if not self._directory.is_online(edge.gateway_id, now):
+                gateway_id = self._choose(edge, now)
+                if gateway_id is not None:
+                    moves.append((edge, gateway_id))
+        await self._assign(moves)
+        for edge, _ in moves:
+            self._tell(edge, EdgeRole.NODE)
+            self._tell(edge, EdgeRole.BACKBONE)
+
+    async def close_unseen(self) -> None:
+        """End edges that both sides seem to have forgotten."""
+        limit = self._clock() - UNSEEN_SECONDS
+        edges = self._directory.edges.values()
+        await self._close([edge for edge in edges if edge.last_seen < limit])
+
+    def _check_node(self, backbone_id: str, node_id: str, now: float) -> None:
+        node = self._directory.machines.get(node_id)
+        if node is None or node.revoked_at is not None or node_id == backbone_id:
+            raise unknown_machine()
+        if node.role is not Role.NODE:
+            raise HubProblem(409, "not_a_node", f"{node.name} joined as {node.role}, not as node.")
+        if presence(node.last_seen, now) is Presence.GONE:
+            raise HubProblem(
+                409,
+                "node_gone",
+                f"The node {node.name} did not tell of itself for a while.",
+                hint="See that `linkcpp join` runs there and that the machine is awake.",
+            )
+        for machine_id, who in ((backbone_id, "This machine"), (node_id, f"The node {node.name}")):
+            if len(self._directory.edges_of(machine_id)) >= _MOST_EDGES_PER_MACHINE:
+                raise HubProblem(409, "too_many_edges", f"{who} has too many edges already.")
+
+    def _choose(self, edge: Edge, now: float) -> str | None:
+        node = self._directory.machines.get(edge.node_id)
+        return choose_gateway(
+            self._directory.online(now),
+            avoid=edge.avoid,
+            rtts_ms=(edge.rtts_ms, node.relay_rtts_ms if node else {}),
+        )
+
+    async def _assign(self, moves: Sequence[tuple[Edge, str | None]]) -> None:
+        changes = [move for move in moves if move[0].gateway_id != move[1]]
+        if not changes:
+            return
+        await self._writer.write(lambda connection: _update_gateways(connection, changes))
+        for edge, gateway_id in changes:
+            edge.gateway_id = gateway_id
+
+    async def _close(self, edges: list[Edge]) -> None:
+        if not edges:
+            return
+        now = self._clock()
+        await self._writer.write(lambda connection: _close_rows(connection, edges, now))
+        for edge in edges:
+            self._directory.edges.pop(edge.edge_id, None)
+            for machine_id in (edge.node_id, edge.backbone_node_id):
+                self._directory.waiting.get(machine_id, {}).pop(edge.edge_id, None)
+                self._events.push(machine_id, CloseEvent(edge_id=edge.edge_id))
+
+    def _tell(self, edge: Edge, role: EdgeRole) -> None:
+        offer = self._offer(edge, role)
+        me, _ = self._sides(edge, role)
+        self._events.push(me.node_id, EdgeEvent(offer=offer))
+        if role is EdgeRole.NODE:
+            waiting = self._directory.waiting.setdefault(me.node_id, {})
+            waiting[edge.edge_id] = Waiting(offer, self._clock() + PAIRING_SECONDS)
+
+    def _offer(self, edge: Edge, role: EdgeRole) -> EdgeOffer:
+        me, peer = self._sides(edge, role)
+        expires_at = self._clock() + EDGE_TICKET_SECONDS
+        gateway = self._directory.gateways.get(edge.gateway_id or "")
+        claims: dict[str, Any] = {
+            "iss": self._identity.hub_id,
+            "sub": me.node_id,
+            "edge": edge.edge_id,
+            "role": role,
+            "gateway": edge.gateway_id,
+            "exp": expires_at,
+        }
+        offer = {
+            "edge_id": edge.edge_id,
+            "role": role,
+            "gateway_id": edge.gateway_id,
+            "relay_url": gateway.url if gateway else None,
+            "ticket": sign_edge_ticket(self._identity.signing, EdgeClaims.model_validate(claims)),
+            "peer_node_id": peer.node_id,
+            "peer_name": peer.name,
+            "peer_public_key": peer.edge_key,
+            "direct_urls": peer.direct_urls if role is EdgeRole.BACKBONE else (),
+            "hub_id": self._identity.hub_id,
+            "expires_at": expires_at,
+        }
+        return EdgeOffer.model_validate(offer)
+
+    def _sides(self, edge: Edge, role: EdgeRole) -> tuple[Machine, Machine]:
+        machines = self._directory.machines
+        backbone, node = machines[edge.backbone_node_id], machines[edge.node_id]
+        return (backbone, node) if role is EdgeRole.BACKBONE else (node, backbone)
+
+
+def _insert(connection: Connection, edge: Edge) -> None:
+    connection.execute(
+        insert(EDGES).values(
+            edge_id=edge.edge_id,
+            backbone_node_id=edge.backbone_node_id,
+            node_id=edge.node_id,
+            gateway_id=edge.gateway_id,
+            created_at=edge.created_at,
+        )
+    )
+
+
+def _update_gateways(connection: Connection, changes: list[tuple[Edge, str | None]]) -> None:
+    for edge, gateway_id in changes:
+        change = update(EDGES).where(EDGES.c.edge_id == edge.edge_id)
+        connection.execute(change.values(gateway_id=gateway_id))
+
+
+def _close_rows(connection: Connection, edges: list[Edge], now: float) -> None:
+    for edge in edges:
+        change = update(EDGES).where(EDGES.c.edge_id == edge.edge_id)
+        connection.execute(change.values(closed_at=now))

@@ -1,0 +1,91 @@
+"""What makes a hub this hub: its id, the key that signs tokens, the token of its metrics.
+
+One file in the data folder that only its owner may read. Whoever has it is the hub.
+"""
+
+import secrets
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from pydantic import ValidationError
+
+from linkcpp.cluster.once import write_once
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import Record
+from linkcpp.registry.encoding import decode, encode
+from linkcpp.registry.fields import MachineId, PublicKey, Token
+from linkcpp.registry.records import NodeToken, Role
+from linkcpp.registry.secret_file import SECRET_MODE, read_secret
+from linkcpp.registry.tickets import HubKey, NodeClaims, sign_node_token
+
+
+class _IdentityFile(Record):
+    hub_id: MachineId
+    signing_private: PublicKey  # 32 bytes as well
+    metrics_token: Token
+
+
+class HubIdentity(NamedTuple):
+    """A hub's id and secrets."""
+
+    hub_id: str
+    signing: Ed25519PrivateKey
+    metrics_token: str
+
+    @property
+    def public_key(self) -> str:
+        """What verifies the hub's tokens, as text."""
+        return encode(self.signing.public_key().public_bytes_raw())
+
+    @property
+    def verifier(self) -> HubKey:
+        """The same for ``linkcpp.registry.tickets``."""
+        return HubKey(self.hub_id, self.signing.public_key())
+
+    def issue(self, subject: str, role: Role, *, now: float, lifetime_seconds: float) -> NodeToken:
+        """Sign a token for a machine; the hub's own id as subject stands for its operator."""
+        claims = NodeClaims.model_validate(
+            {
+                "iss": self.hub_id,
+                "sub": subject,
+                "role": role,
+                "iat": now,
+                "exp": now + lifetime_seconds,
+                "jti": uuid.uuid4().hex,
+            }
+        )
+        token = sign_node_token(self.signing, claims)
+        return NodeToken(token=token, role=role, expires_at=claims.exp)
+
+
+def load_hub_identity(data: Path, *, create: bool = False) -> HubIdentity:
+    """Read the identity in a hub's data folder; ``create`` makes it where there is none.
+
+    Raises:
+        LinkcppError: there is none, or its file cannot be used.
+    """
+    path = data / "hub-identity.json"
+    if create and not path.exists():
+        made = _IdentityFile.model_validate(
+            {
+                "hub_id": str(uuid.uuid4()),
+                "signing_private": encode(Ed25519PrivateKey.generate().private_bytes_raw()),
+                "metrics_token": secrets.token_urlsafe(32),
+            }
+        )
+        write_once(path, made.model_dump_json(indent=2) + "\n", mode=SECRET_MODE)
+    if not path.exists():
+        raise LinkcppError(
+            f"{data} is not the data folder of a hub.",
+            hint="`linkcpp hub --data FOLDER` makes one; name the same folder here.",
+        )
+    try:
+        stored = _IdentityFile.model_validate_json(read_secret(path, "a hub's secrets"))
+        signing = Ed25519PrivateKey.from_private_bytes(decode(stored.signing_private))
+    except (ValidationError, ValueError):
+        raise LinkcppError(
+            f"{path} does not hold a hub's secrets.", hint="Restore it from a backup."
+        ) from None
+    return HubIdentity(stored.hub_id, signing, stored.metrics_token)

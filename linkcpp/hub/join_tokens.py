@@ -1,0 +1,119 @@
+"""Join tokens: made by an admin, exchanged by machines, stored as hashes only."""
+
+import hashlib
+import secrets
+import uuid
+from typing import Any
+
+from sqlalchemy import Connection, Engine, delete, func, insert, select, update
+from sqlalchemy.engine import Row
+
+from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.schema import JOIN_TOKENS
+from linkcpp.registry.records import JoinTokenList, JoinTokenRecord, JoinTokenRequest, NewJoinToken
+
+_PREFIX = "lcj_"
+_MOST_TOKENS = 10_000
+_KEPT_SECONDS = 30 * 86400.0
+
+
+def create_join_token(
+    connection: Connection, request: JoinTokenRequest, now: float
+) -> NewJoinToken:
+    """Make a token of 256 random bits.
+
+    Raises:
+        HubProblem: there are too many already.
+    """
+    table = JOIN_TOKENS.c
+    connection.execute(delete(JOIN_TOKENS).where(table.expires_at < now - _KEPT_SECONDS))
+    count = connection.execute(select(func.count()).select_from(JOIN_TOKENS)).scalar_one()
+    if count >= _MOST_TOKENS:
+        raise HubProblem(409, "too_many", f"There are {count} join tokens already.")
+    token = _PREFIX + secrets.token_urlsafe(32)
+    values = {
+        "token_id": str(uuid.uuid4()),
+        "role": request.role.value,
+        "label": request.label,
+        "created_at": now,
+        "expires_at": now + request.lifetime_seconds,
+        "use_limit": request.use_limit,
+        "use_count": 0,
+    }
+    connection.execute(insert(JOIN_TOKENS).values(secret_sha256=_hash(token), **values))
+    record = JoinTokenRecord.model_validate(values | {"is_revoked": False})
+    return NewJoinToken(token=token, record=record)
+
+
+def list_join_tokens(engine: Engine) -> JoinTokenList:
+    """Return all join tokens without their secrets, the newest first."""
+    with engine.connect() as connection:
+        rows = connection.execute(select(JOIN_TOKENS).order_by(JOIN_TOKENS.c.created_at.desc()))
+        return JoinTokenList(tokens=tuple(_record(row) for row in rows))
+
+
+def revoke_join_token(connection: Connection, token_id: str, now: float) -> None:
+    """Make a token useless.
+
+    Raises:
+        HubProblem: there is none with this id.
+    """
+    table = JOIN_TOKENS.c
+    found = connection.execute(select(table.revoked_at).where(table.token_id == token_id)).first()
+    if found is None:
+        raise HubProblem(404, "unknown_token", "There is no such join token.")
+    if found.revoked_at is None:
+        connection.execute(
+            update(JOIN_TOKENS).where(table.token_id == token_id).values(revoked_at=now)
+        )
+
+
+def find_join_token(connection: Connection, token: str, now: float) -> Row[Any]:
+    """Find the row of a token that may be used now, apart from how often it was.
+
+    Raises:
+        HubProblem: it is none of this hub's, has expired, or was revoked. The three are told apart
+            only to whoever has the secret.
+    """
+    query = select(JOIN_TOKENS).where(JOIN_TOKENS.c.secret_sha256 == _hash(token))
+    row = connection.execute(query).first()
+    hint = "`linkcpp hub token create` on the hub makes a new one."
+    if row is None:
+        raise HubProblem(401, "wrong_token", "That is no join token of this hub.", hint=hint)
+    if row.revoked_at is not None:
+        raise HubProblem(401, "revoked_token", "This join token was revoked.", hint=hint)
+    if row.expires_at <= now:
+        raise HubProblem(401, "expired_token", "This join token has expired.", hint=hint)
+    return row
+
+
+def use_join_token(connection: Connection, row: Row[Any]) -> None:
+    """Count a use.
+
+    Raises:
+        HubProblem: it was used as often as it may be.
+    """
+    if row.use_count >= row.use_limit:
+        raise HubProblem(
+            401,
+            "used_token",
+            "This join token was used as often as it may be.",
+            hint="`linkcpp hub token create --uses N` makes one for N machines.",
+        )
+    connection.execute(
+        update(JOIN_TOKENS)
+        .where(JOIN_TOKENS.c.token_id == row.token_id)
+        .values(use_count=JOIN_TOKENS.c.use_count + 1)
+    )
+
+
+def _hash(token: str) -> str:
+    # Looked up by its hash: comparing takes no time that would tell something of the token. A plain
+    # hash is enough for 256 random bits.
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _record(row: Row[Any]) -> JoinTokenRecord:
+    return JoinTokenRecord.model_validate(
+        dict(row._mapping) | {"is_revoked": row.revoked_at is not None}
+    )

@@ -1,0 +1,109 @@
+"""Calls about machines: health, joining, new tokens, heartbeats, lists, revocation."""
+
+from typing import Annotated
+
+from fastapi import FastAPI, Path, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import ValidationError
+
+from linkcpp import __version__
+from linkcpp.hub.description import body_of
+from linkcpp.hub.machines import node_json, nodes_json
+from linkcpp.hub.roles import HEALTH_PATH, Caller, allow
+from linkcpp.hub.service import Hub
+from linkcpp.registry.fields import UUID_PATTERN
+from linkcpp.registry.records import (
+    Heartbeat,
+    HeartbeatAnswer,
+    HubHealth,
+    JoinAnswer,
+    JoinRequest,
+    NodeList,
+    NodeToken,
+    RegisteredNode,
+    RenewRequest,
+    Role,
+)
+
+_NodeId = Annotated[str, Path(pattern=UUID_PATTERN, description="The machine's id")]
+_JSON = "application/json"
+
+
+def add_machine_routes(app: FastAPI, hub: Hub) -> None:
+    """Add them."""
+    _add_joining(app, hub)
+    _add_heartbeat(app, hub)
+
+    @app.get(
+        "/v1/nodes",
+        tags=["machines"],
+        summary="All machines that joined",
+        response_model=NodeList,
+        dependencies=[allow(Role.BACKBONE, Role.ADMIN)],
+    )
+    async def list_nodes() -> Response:
+        content = await hub.read(lambda engine: nodes_json(engine, hub.clock()))
+        return Response(content, media_type=_JSON)
+
+    @app.get(
+        "/v1/nodes/{node_id}",
+        tags=["machines"],
+        summary="One machine",
+        response_model=RegisteredNode,
+        dependencies=[allow(Role.BACKBONE, Role.ADMIN)],
+    )
+    async def show_node(node_id: _NodeId) -> Response:
+        content = await hub.read(lambda engine: node_json(engine, node_id, hub.clock()))
+        return Response(content, media_type=_JSON)
+
+    @app.delete(
+        "/v1/nodes/{node_id}",
+        status_code=204,
+        tags=["machines"],
+        summary="Revoke a machine: its tokens, events and edges end",
+        dependencies=[allow(Role.ADMIN)],
+    )
+    async def revoke_node(node_id: _NodeId) -> Response:
+        await hub.registrar.revoke(node_id)
+        return Response(status_code=204)
+
+
+def _add_joining(app: FastAPI, hub: Hub) -> None:
+    @app.get(HEALTH_PATH, tags=["hub"], summary="Who this hub is; needs no token")
+    async def health() -> HubHealth:
+        return HubHealth.model_validate(
+            {
+                "version": __version__,
+                "hub_id": hub.identity.hub_id,
+                "public_key": hub.identity.public_key,
+                "time": hub.clock(),
+            }
+        )
+
+    @app.post("/v1/join", tags=["machines"], summary="Exchange a join token; needs no other")
+    async def join(request: JoinRequest) -> JoinAnswer:
+        return await hub.registrar.join(request)
+
+    @app.post("/v1/tokens", tags=["machines"], summary="Exchange a proof for a new token")
+    async def renew(request: RenewRequest) -> NodeToken:
+        return hub.registrar.renew(request)
+
+
+def _add_heartbeat(app: FastAPI, hub: Hub) -> None:
+    # A thousand of these come a second: the body is read in one step, the answer written in one.
+    @app.post(
+        "/v1/heartbeat",
+        tags=["machines"],
+        summary="Tell that this node is alive; durable when answered",
+        response_model=HeartbeatAnswer,
+        openapi_extra=body_of(Heartbeat),
+    )
+    async def heartbeat(request: Request, caller: Annotated[Caller, allow(Role.NODE)]) -> Response:
+        try:
+            body = Heartbeat.model_validate_json(await request.body())
+        except ValidationError as error:
+            problems = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+            raise RequestValidationError(problems) from None
+        answer = await hub.registrar.heartbeat(caller.node_id, body)
+        return Response(answer.model_dump_json(), media_type=_JSON)

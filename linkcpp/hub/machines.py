@@ -1,0 +1,154 @@
+"""Machines in the database: joining, listing, revoking."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, Engine, Table, insert, select, update
+from sqlalchemy.engine import Row
+
+from linkcpp.hub.directory import Machine
+from linkcpp.hub.join_tokens import find_join_token, use_join_token
+from linkcpp.hub.presence import presence
+from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.schema import MACHINES
+from linkcpp.registry.encoding import fingerprint
+from linkcpp.registry.records import JoinRequest, RegisteredNode, Role
+
+
+class Joined(NamedTuple):
+    """A machine as it is after it joined, and whether it was here before."""
+
+    machine: Machine
+    is_known: bool
+
+
+def join(connection: Connection, request: JoinRequest, now: float) -> Joined:
+    """Enter a machine that proved its key; the token's use is counted in the same transaction.
+
+    The same machine with the same token joins again without another use: its answer may have been
+    lost. A machine that was revoked needs a token that was made later.
+
+    Raises:
+        HubProblem: the token is not taken, or the id belongs to a machine with other keys.
+    """
+    token = find_join_token(connection, request.token, now)
+    known = connection.execute(
+        select(MACHINES).where(MACHINES.c.node_id == request.node_id)
+    ).first()
+    if known is not None:
+        _check_known(known, request, token.created_at)
+    is_same = known is not None and known.revoked_at is None and known.token_id == token.token_id
+    if not is_same:
+        use_join_token(connection, token)
+    values = {
+        "name": request.name,
+        "role": token.role,
+        "signing_key": request.signing_key,
+        "edge_key": request.edge_key,
+        "token_id": token.token_id,
+        # Tokens from before a revocation stay worthless, for they are older than this.
+        "joined_at": known.joined_at if known is not None and is_same else now,
+        "revoked_at": None,
+    }
+    upsert(connection, MACHINES, MACHINES.c.node_id, request.node_id, values)
+    machine = Machine(
+        node_id=request.node_id,
+        **{**values, "role": Role(token.role)},
+        last_seen=known.last_seen if known is not None else None,
+        has_state=False,
+    )
+    return Joined(machine, known is not None)
+
+
+def _check_known(known: Row[Any], request: JoinRequest, token_created_at: float) -> None:
+    if known.revoked_at is not None:
+        if token_created_at <= known.revoked_at:
+            raise HubProblem(
+                403,
+                "revoked",
+                "This machine was revoked after the join token was made.",
+                hint="An admin lets it in again with a new token: `linkcpp hub token create`.",
+            )
+        return
+    if (known.signing_key, known.edge_key) != (request.signing_key, request.edge_key):
+        raise HubProblem(
+            409,
+            "other_key",
+            f"A machine with the id {request.node_id} joined already, with other keys.",
+            hint="If it was installed anew, an admin revokes the old one first: "
+            f"`linkcpp hub revoke {request.node_id}`.",
+        )
+
+
+def revoke(connection: Connection, node_id: str, now: float) -> None:
+    """Note that a machine is no longer wanted.
+
+    Raises:
+        HubProblem: there is no such machine.
+    """
+    result = connection.execute(
+        update(MACHINES).where(MACHINES.c.node_id == node_id).values(revoked_at=now)
+    )
+    if not result.rowcount:
+        raise unknown_machine()
+
+
+def upsert(
+    connection: Connection,
+    table: Table,
+    key: ColumnElement[Any],
+    value: str,
+    columns: Mapping[str, Any],
+) -> None:
+    """Change the row with this key, or add it; there is one writer, so nobody comes between."""
+    if not connection.execute(update(table).where(key == value).values(**columns)).rowcount:
+        connection.execute(insert(table).values({key.key: value, **columns}))
+
+
+def unknown_machine() -> HubProblem:
+    """Say that no machine has this id."""
+    return HubProblem(404, "unknown_machine", "No machine with this id joined this hub.")
+
+
+def node_json(engine: Engine, node_id: str, now: float) -> bytes:
+    """Write one machine as a ``RegisteredNode`` in JSON.
+
+    Raises:
+        HubProblem: there is no such machine.
+    """
+    with engine.connect() as connection:
+        query = select(MACHINES).where(MACHINES.c.node_id == node_id)
+        row = connection.execute(query).first()
+    if row is None:
+        raise unknown_machine()
+    return _machine_json(row, now).encode()
+
+
+def nodes_json(engine: Engine, now: float) -> bytes:
+    """Write all machines as a ``NodeList`` in JSON, in the order of their names."""
+    with engine.connect() as connection:
+        rows = connection.execute(select(MACHINES).order_by(MACHINES.c.name, MACHINES.c.node_id))
+        listed = ",".join(_machine_json(row, now) for row in rows)
+    return f'{{"nodes":[{listed}],"hub_time":{json.dumps(now)}}}'.encode()
+
+
+def _machine_json(row: Row[Any], now: float) -> str:
+    # The state stays as it was validated when it came: parsing thousands of them to write them
+    # again would hold up every heartbeat meanwhile.
+    head = RegisteredNode.model_validate(
+        {
+            "node_id": row.node_id,
+            "name": row.name,
+            "role": row.role,
+            "edge_key": row.edge_key,
+            "key_fingerprint": fingerprint(row.edge_key),
+            "joined_at": row.joined_at,
+            "is_revoked": row.revoked_at is not None,
+            "presence": presence(row.last_seen, now),
+            "last_seen": row.last_seen,
+            "state": None,
+        }
+    )
+    written = head.model_dump_json(exclude={"state"})
+    return f'{written[:-1]},"state":{row.state or "null"}}}'

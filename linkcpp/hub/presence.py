@@ -1,0 +1,26 @@
+"""Who is there, told from when they were last heard. Pure."""
+
+from linkcpp.registry.edges import GATEWAY_HEARTBEAT_SECONDS
+from linkcpp.registry.records import HEARTBEAT_SECONDS, Presence
+
+_STALE_AFTER_MISSED = 3
+_GONE_AFTER_MISSED = 10
+_GATEWAY_GONE_AFTER_MISSED = 3
+
+
+def presence(last_seen: float | None, now: float) -> Presence:
+    """Tell whether a node's heartbeats come: stale after three missed ones, gone after ten.
+
+    The n-th heartbeat after the last one is missed when the time of the one after it has come.
+    """
+    if last_seen is None:
+        return Presence.GONE
+    missed = (now - last_seen) / HEARTBEAT_SECONDS - 1
+    if missed >= _GONE_AFTER_MISSED:
+        return Presence.GONE
+    return Presence.STALE if missed >= _STALE_AFTER_MISSED else Presence.ONLINE
+
+
+def is_gateway_online(last_seen: float, now: float) -> bool:
+    """Tell whether a gateway may be given edges."""
+    return now - last_seen < (_GATEWAY_GONE_AFTER_MISSED + 1) * GATEWAY_HEARTBEAT_SECONDS

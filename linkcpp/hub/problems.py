@@ -1,0 +1,26 @@
+"""Why the hub refuses a call."""
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import ErrorBody
+
+
+class HubProblem(LinkcppError):  # noqa: N818 - a refusal, no defect
+    """A call that is refused: the HTTP status, a stable code, one sentence, and the way out."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        hint: str | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+        self.code = code
+        self.retry_after_seconds = retry_after_seconds
+
+    def body(self) -> ErrorBody:
+        """Return what the caller is answered."""
+        return ErrorBody(code=self.code, message=self.message, hint=self.hint)

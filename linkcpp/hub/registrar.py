@@ -1,0 +1,190 @@
+"""Machines as the API sees them: joining, new tokens, heartbeats, revocation."""
+
+from collections.abc import Callable
+
+from linkcpp.hub import machines
+from linkcpp.hub.directory import Directory, Gateway
+from linkcpp.hub.edges import Edges
+from linkcpp.hub.events import EventSockets
+from linkcpp.hub.heartbeat_rows import HeartbeatRow
+from linkcpp.hub.identity import HubIdentity
+from linkcpp.hub.nonces import NonceMemory
+from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.schema import GATEWAYS
+from linkcpp.hub.writer import Writer
+from linkcpp.registry.edges import (
+    GATEWAY_HEARTBEAT_SECONDS,
+    GatewayHeartbeat,
+    GatewayHeartbeatAnswer,
+    GatewayList,
+    GatewayRecord,
+)
+from linkcpp.registry.proofs import is_in_time, is_join_proven, is_renewal_proven
+from linkcpp.registry.records import (
+    HEARTBEAT_SECONDS,
+    Heartbeat,
+    HeartbeatAnswer,
+    JoinAnswer,
+    JoinRequest,
+    NodeToken,
+    Proof,
+    RenewRequest,
+    Role,
+)
+from linkcpp.registry.tickets import NODE_TOKEN_SECONDS
+
+
+class Registrar:
+    """Who belongs to a hub, and who is there."""
+
+    def __init__(
+        self,
+        identity: HubIdentity,
+        directory: Directory,
+        writer: Writer,
+        events: EventSockets,
+        edges: Edges,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._identity = identity
+        self._directory = directory
+        self._writer = writer
+        self._events = events
+        self._edges = edges
+        self._clock = clock
+        self._nonces = NonceMemory(clock())
+
+    async def join(self, request: JoinRequest) -> JoinAnswer:
+        """Enter a machine that has a join token.
+
+        Raises:
+            HubProblem: the token or the proof is not taken, or the id is another machine's.
+        """
+        if not is_join_proven(request, hub_id=self._identity.hub_id):
+            raise _wrong_proof()
+        self._check_fresh(request.proof)
+        now = self._clock()
+        joined = await self._writer.write(
+            lambda connection: machines.join(connection, request, now)
+        )
+        self._directory.machines[joined.machine.node_id] = joined.machine
+        return JoinAnswer.model_validate(
+            {
+                "hub_id": self._identity.hub_id,
+                "hub_public_key": self._identity.public_key,
+                "node_token": self._issue(request.node_id, joined.machine.role),
+            }
+        )
+
+    def renew(self, request: RenewRequest) -> NodeToken:
+        """Give a machine that proves its key a new token.
+
+        Raises:
+            HubProblem: it is not known, was revoked, or the proof is not taken.
+        """
+        machine = self._directory.machines.get(request.node_id)
+        key = machine.signing_key if machine else ""
+        if machine is None or not is_renewal_proven(
+            request, hub_id=self._identity.hub_id, signing_key=key
+        ):
+            # Strangers learn nothing of who joined.
+            raise _wrong_proof()
+        self._check_fresh(request.proof)
+        if machine.revoked_at is not None:
+            raise HubProblem(
+                403,
+                "revoked",
+                "This machine was revoked.",
+                hint="An admin lets it in again with a new join token.",
+            )
+        return self._issue(machine.node_id, machine.role)
+
+    async def heartbeat(self, node_id: str, body: Heartbeat) -> HeartbeatAnswer:
+        """Note that a node is alive; durable when this returns."""
+        now = self._clock()
+        machine = self._directory.machines[node_id]
+        state = body.state.model_dump_json() if body.state is not None else None
+        await self._writer.heartbeat(HeartbeatRow(node_id, now, body.sequence, state))
+        machine.last_seen = now
+        if body.state is not None:
+            machine.take_state(body.state)
+        return HeartbeatAnswer(
+            interval_seconds=HEARTBEAT_SECONDS,
+            wants_state=not machine.has_state,
+            offers=self._edges.take_waiting(node_id),
+            close_edges=self._edges.see(body.edges, node_id),
+        )
+
+    async def revoke(self, node_id: str) -> None:
+        """Cut a machine off: its tokens, its events and its edges.
+
+        Raises:
+            HubProblem: there is no such machine.
+        """
+        now = self._clock()
+        await self._writer.write(lambda connection: machines.revoke(connection, node_id, now))
+        self._directory.machines[node_id].revoked_at = now
+        self._events.revoke(node_id)
+        await self._edges.close_all_of(node_id)
+
+    async def gateway_heartbeat(
+        self, gateway_id: str, body: GatewayHeartbeat
+    ) -> GatewayHeartbeatAnswer:
+        """Note that a gateway is alive, and say which of its edges may not stay."""
+        now = self._clock()
+        values = {"url": body.url, "edge_count": len(body.edges), "last_seen": now}
+        await self._writer.write(
+            lambda connection: machines.upsert(
+                connection, GATEWAYS, GATEWAYS.c.gateway_id, gateway_id, values
+            )
+        )
+        self._directory.gateways[gateway_id] = Gateway(gateway_id, body.url, len(body.edges), now)
+        return GatewayHeartbeatAnswer(
+            interval_seconds=GATEWAY_HEARTBEAT_SECONDS,
+            close_edges=self._edges.see(body.edges, gateway_id),
+        )
+
+    def gateways(self) -> GatewayList:
+        """List the gateways that are not revoked."""
+        now = self._clock()
+        listed = []
+        for gateway in self._directory.gateways.values():
+            machine = self._directory.machines[gateway.gateway_id]
+            if machine.revoked_at is None:
+                fields = {
+                    "gateway_id": gateway.gateway_id,
+                    "name": machine.name,
+                    "url": gateway.url,
+                    "edge_count": gateway.edge_count,
+                    "is_online": self._directory.is_online(gateway.gateway_id, now),
+                    "last_seen": gateway.last_seen,
+                }
+                listed.append(GatewayRecord.model_validate(fields))
+        return GatewayList(gateways=tuple(listed))
+
+    def _issue(self, node_id: str, role: Role) -> NodeToken:
+        return self._identity.issue(
+            node_id, role, now=self._clock(), lifetime_seconds=NODE_TOKEN_SECONDS
+        )
+
+    def _check_fresh(self, proof: Proof) -> None:
+        now = self._clock()
+        if not is_in_time(proof, now):
+            raise HubProblem(
+                401,
+                "proof_out_of_time",
+                "The proof was not made now.",
+                hint="GET /v1/health tells the hub's time, which proofs use.",
+            )
+        if not self._nonces.is_new(proof.nonce, proof.time, now):
+            raise HubProblem(401, "proof_used", "This proof was used before.")
+
+
+def _wrong_proof() -> HubProblem:
+    return HubProblem(
+        401,
+        "wrong_proof",
+        "This machine does not prove a key that this hub knows.",
+        hint="`linkcpp join URL --token …` lets it in.",
+    )

@@ -1,0 +1,117 @@
+"""A hub as a whole: its parts, from the first to the last moment."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from sqlalchemy import Engine
+
+from linkcpp.common.files import write_atomically
+from linkcpp.hub.database import open_database
+from linkcpp.hub.directory import load_directory
+from linkcpp.hub.edges import Edges
+from linkcpp.hub.events import EventSockets
+from linkcpp.hub.identity import load_hub_identity
+from linkcpp.hub.join_tokens import create_join_token
+from linkcpp.hub.metrics import HubMetrics
+from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.registrar import Registrar
+from linkcpp.hub.writer import Writer
+from linkcpp.registry.records import JoinTokenRequest, Role
+from linkcpp.registry.secret_file import SECRET_MODE
+
+_T = TypeVar("_T")
+_TICK_SECONDS = 1.0
+_READERS = 2
+FIRST_TOKEN_SECONDS = 7 * 86400.0
+
+_log = logging.getLogger(__name__)
+
+
+class Hub:
+    """One hub, for use as an asynchronous context manager.
+
+    ``engine`` is an open database (``linkcpp.hub.database``), which the hub closes at its end.
+    """
+
+    def __init__(
+        self, data: Path, engine: Engine, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.data = data
+        self.clock = clock
+        self.identity = load_hub_identity(data, create=True)
+        self.metrics = HubMetrics()
+        self.events = EventSockets()
+        self._engine = engine
+        self.directory = load_directory(engine, clock())
+        self.writer = Writer(engine, self.metrics.observe_commit)
+        self.edges = Edges(self.identity, self.directory, self.writer, self.events, clock)
+        self.registrar = Registrar(
+            self.identity, self.directory, self.writer, self.events, self.edges, clock=clock
+        )
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="hub-reader")
+        self._ticking = asyncio.create_task(self._tick())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ticking.cancel()
+        await asyncio.gather(self._ticking, return_exceptions=True)
+        await self.writer.aclose()
+        self._readers.shutdown()
+        self._engine.dispose()
+
+    async def read(self, work: Callable[[Engine], _T]) -> _T:
+        """Let ``work`` read from the database in a thread of its own."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work, self._engine)
+
+    def render_metrics(self) -> bytes:
+        """Write the metrics in Prometheus' text format."""
+        return self.metrics.render(self.directory, self.events.count, self.clock)
+
+    async def make_first_token(self) -> Path | None:
+        """Make a join token for the first admin where nobody joined yet; return its file.
+
+        Only the file has it: it is neither printed nor logged.
+        """
+        path = self.data / "admin-join-token"
+        if self.directory.machines or path.exists():
+            return None
+        request = JoinTokenRequest(
+            role=Role.ADMIN, lifetime_seconds=FIRST_TOKEN_SECONDS, label="first admin"
+        )
+        now = self.clock()
+        made = await self.writer.write(
+            lambda connection: create_join_token(connection, request, now)
+        )
+        write_atomically(path, made.token + "\n", mode=SECRET_MODE)
+        return path
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            try:
+                await self.edges.move_lost()
+                await self.edges.close_unseen()
+            except HubProblem as problem:
+                _log.warning("edges are not looked after: %s", problem)
+
+
+async def open_hub(data: Path, database_url: str | None = None) -> Hub:
+    """Open the hub of a data folder.
+
+    Raises:
+        LinkcppError: its database or its secrets cannot be used.
+    """
+    return Hub(data, await asyncio.to_thread(open_database, database_url, data))

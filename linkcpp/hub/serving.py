@@ -1,0 +1,68 @@
+"""The hub on its sockets: as many connections as the system lets it have, until it is stopped."""
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import Callable
+
+from starlette.types import ASGIApp
+
+from linkcpp.common.serving import BoundedHttpProtocol, make_server
+from linkcpp.hub.service import Hub
+
+# Machines ping too; together both ends notice a dead link, and proxies see traffic in time.
+_PING_INTERVAL_SECONDS = 20.0
+_PING_TIMEOUT_SECONDS = 20.0
+_LONGEST_MESSAGE_BYTES = 4096
+_MOST_CONNECTIONS = 40_000
+# What the database, the log and files of models may need besides.
+_RESERVED_DESCRIPTORS = 200
+
+
+async def serve_hub(
+    hub: Hub,
+    app: ASGIApp,
+    sockets: list[socket.socket],
+    stop: asyncio.Event,
+    *,
+    http: type[BoundedHttpProtocol] = BoundedHttpProtocol,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until ``stop``; ``http`` may be a class that takes some requests for itself."""
+
+    class HubHttpProtocol(http):  # type: ignore[valid-type,misc]
+        """The same with room for the machines of a large hub."""
+
+        most_connections = _raise_descriptor_limit()
+
+    server = make_server(
+        app,
+        http=HubHttpProtocol,
+        max_message_bytes=_LONGEST_MESSAGE_BYTES,
+        ping_interval_seconds=_PING_INTERVAL_SECONDS,
+        ping_timeout_seconds=_PING_TIMEOUT_SECONDS,
+    )
+    serving = asyncio.create_task(server.serve(sockets=sockets))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        on_ready()
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        hub.events.close_all()
+        server.should_exit = True
+        await serving
+
+
+def _raise_descriptor_limit() -> int:
+    """Let this process open as many files as it may; return how many may be connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_CONNECTIONS + _RESERVED_DESCRIPTORS
+    limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
+    most = wanted if soft == resource.RLIM_INFINITY else soft
+    return max(64, min(most, wanted) - _RESERVED_DESCRIPTORS)
