@@ -35,6 +35,7 @@ VERBS = (
     "engine",
     "token",
     "node",
+    "hub",
     "discover",
     "inspect",
     "slice",

@@ -57,7 +57,6 @@ def describe_error(error: SQLAlchemyError) -> str:
 
 
 def _sqlite(path: Path) -> Engine:
-    path.parent.mkdir(parents=True, exist_ok=True)
     engine = create_engine(
         f"sqlite+pysqlite:///{path}", poolclass=QueuePool, connect_args={"timeout": _BUSY_SECONDS}
     )

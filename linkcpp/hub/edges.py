@@ -220,7 +220,7 @@ class Edges:
             "edge_id": edge.edge_id,
             "role": role,
             "gateway_id": edge.gateway_id,
-            "relay_url": gateway.url if gateway else None,
+            "relay_url": (gateway.url or None) if gateway else None,
             "ticket": sign_edge_ticket(self._identity.signing, EdgeClaims.model_validate(claims)),
             "peer_node_id": peer.node_id,
             "peer_name": peer.name,

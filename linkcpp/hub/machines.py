@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Table, insert, select, update
 from sqlalchemy.engine import Row
@@ -16,14 +16,7 @@ from linkcpp.registry.encoding import fingerprint
 from linkcpp.registry.records import JoinRequest, RegisteredNode, Role
 
 
-class Joined(NamedTuple):
-    """A machine as it is after it joined, and whether it was here before."""
-
-    machine: Machine
-    is_known: bool
-
-
-def join(connection: Connection, request: JoinRequest, now: float) -> Joined:
+def join(connection: Connection, request: JoinRequest, now: float) -> Machine:
     """Enter a machine that proved its key; the token's use is counted in the same transaction.
 
     The same machine with the same token joins again without another use: its answer may have been
@@ -41,24 +34,28 @@ def join(connection: Connection, request: JoinRequest, now: float) -> Joined:
     is_same = known is not None and known.revoked_at is None and known.token_id == token.token_id
     if not is_same:
         use_join_token(connection, token)
-    values = {
-        "name": request.name,
-        "role": token.role,
-        "signing_key": request.signing_key,
-        "edge_key": request.edge_key,
-        "token_id": token.token_id,
-        # Tokens from before a revocation stay worthless, for they are older than this.
-        "joined_at": known.joined_at if known is not None and is_same else now,
-        "revoked_at": None,
-    }
-    upsert(connection, MACHINES, MACHINES.c.node_id, request.node_id, values)
     machine = Machine(
         node_id=request.node_id,
-        **{**values, "role": Role(token.role)},
+        name=request.name,
+        role=Role(token.role),
+        signing_key=request.signing_key,
+        edge_key=request.edge_key,
+        token_id=token.token_id,
+        # Tokens from before a revocation stay worthless, for they are older than this.
+        joined_at=known.joined_at if known is not None and is_same else now,
+        revoked_at=None,
         last_seen=known.last_seen if known is not None else None,
         has_state=False,
     )
-    return Joined(machine, known is not None)
+    enter(connection, machine)
+    return machine
+
+
+def enter(connection: Connection, machine: Machine) -> None:
+    """Write a machine that joined; what its heartbeats told before stays."""
+    names = ("name", "role", "signing_key", "edge_key", "token_id", "joined_at", "revoked_at")
+    values = {name: getattr(machine, name) for name in names}
+    upsert(connection, MACHINES, MACHINES.c.node_id, machine.node_id, values)
 
 
 def _check_known(known: Row[Any], request: JoinRequest, token_created_at: float) -> None:

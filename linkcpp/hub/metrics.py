@@ -6,6 +6,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from linkcpp import __version__
+from linkcpp.gateway.app import RelayCollector
+from linkcpp.gateway.relay import Relay
 from linkcpp.hub.directory import Directory
 from linkcpp.hub.presence import presence
 from linkcpp.hub.writer import BatchReport
@@ -70,6 +72,10 @@ class HubMetrics:
         """Count a group commit."""
         self._writes.inc(report.write_count)
         self._commit_seconds.observe(report.seconds)
+
+    def add_relay(self, relay: Relay) -> None:
+        """Tell also of a relay in this process."""
+        self.registry.register(RelayCollector(relay))
 
     def render(
         self, directory: Directory, listener_count: int, clock: Callable[[], float]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from linkcpp.hub import machines
-from linkcpp.hub.directory import Directory, Gateway
+from linkcpp.hub.directory import Directory, Gateway, Machine
 from linkcpp.hub.edges import Edges
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.heartbeat_rows import HeartbeatRow
@@ -65,15 +65,15 @@ class Registrar:
             raise _wrong_proof()
         self._check_fresh(request.proof)
         now = self._clock()
-        joined = await self._writer.write(
+        machine = await self._writer.write(
             lambda connection: machines.join(connection, request, now)
         )
-        self._directory.machines[joined.machine.node_id] = joined.machine
+        self._directory.machines[machine.node_id] = machine
         return JoinAnswer.model_validate(
             {
                 "hub_id": self._identity.hub_id,
                 "hub_public_key": self._identity.public_key,
-                "node_token": self._issue(request.node_id, joined.machine.role),
+                "node_token": self._issue(request.node_id, machine.role),
             }
         )
 
@@ -132,18 +132,42 @@ class Registrar:
         self, gateway_id: str, body: GatewayHeartbeat
     ) -> GatewayHeartbeatAnswer:
         """Note that a gateway is alive, and say which of its edges may not stay."""
+        return GatewayHeartbeatAnswer(
+            interval_seconds=GATEWAY_HEARTBEAT_SECONDS,
+            close_edges=await self.see_gateway(gateway_id, body.url, body.edges),
+        )
+
+    async def see_gateway(
+        self, gateway_id: str, url: str, edge_ids: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Note a gateway at ``url``, empty for the hub's own; return its edges that must go."""
         now = self._clock()
-        values = {"url": body.url, "edge_count": len(body.edges), "last_seen": now}
+        values = {"url": url, "edge_count": len(edge_ids), "last_seen": now}
         await self._writer.write(
             lambda connection: machines.upsert(
                 connection, GATEWAYS, GATEWAYS.c.gateway_id, gateway_id, values
             )
         )
-        self._directory.gateways[gateway_id] = Gateway(gateway_id, body.url, len(body.edges), now)
-        return GatewayHeartbeatAnswer(
-            interval_seconds=GATEWAY_HEARTBEAT_SECONDS,
-            close_edges=self._edges.see(body.edges, gateway_id),
+        self._directory.gateways[gateway_id] = Gateway(gateway_id, url, len(edge_ids), now)
+        return self._edges.see(edge_ids, gateway_id)
+
+    async def enter_own_gateway(self) -> None:
+        """Enter the hub itself as a gateway, though it was revoked before."""
+        now = self._clock()
+        machine = Machine(
+            node_id=self._identity.hub_id,
+            name="the hub itself",
+            role=Role.GATEWAY,
+            signing_key=self._identity.public_key,
+            edge_key=self._identity.public_key,
+            token_id="",
+            joined_at=now,
+            revoked_at=None,
+            last_seen=None,
+            has_state=False,
         )
+        await self._writer.write(lambda connection: machines.enter(connection, machine))
+        self._directory.machines[machine.node_id] = machine
 
     def gateways(self) -> GatewayList:
         """List the gateways that are not revoked."""
@@ -155,7 +179,7 @@ class Registrar:
                 fields = {
                     "gateway_id": gateway.gateway_id,
                     "name": machine.name,
-                    "url": gateway.url,
+                    "url": gateway.url or None,
                     "edge_count": gateway.edge_count,
                     "is_online": self._directory.is_online(gateway.gateway_id, now),
                     "last_seen": gateway.last_seen,

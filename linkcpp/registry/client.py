@@ -1,5 +1,6 @@
 """The client of a hub, as a joined machine or a coordinator uses it."""
 
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import quote
@@ -15,6 +16,7 @@ from linkcpp.registry.connection import HubConnection, HubError, Renew
 from linkcpp.registry.credentials import HubCredentials, load_credentials, save_credentials
 from linkcpp.registry.edges import (
     HUB_EVENT,
+    EdgeEvent,
     EdgeList,
     EdgeOffer,
     EdgeRequest,
@@ -39,6 +41,7 @@ from linkcpp.registry.records import (
     NodeToken,
     RegisteredNode,
 )
+from linkcpp.registry.relay import RELAY_PATH
 from linkcpp.registry.trust import websocket_url
 
 _PING_INTERVAL_SECONDS = 20.0
@@ -51,7 +54,9 @@ class HubClient(HubConnection):
 
     async def heartbeat(self, body: Heartbeat) -> HeartbeatAnswer:
         """Tell that this node is alive."""
-        return await self.call(HeartbeatAnswer, "POST", "/v1/heartbeat", body)
+        answer = await self.call(HeartbeatAnswer, "POST", "/v1/heartbeat", body)
+        offers = tuple(self._with_relay(offer) for offer in answer.offers)
+        return answer.model_copy(update={"offers": offers})
 
     async def nodes(self) -> NodeList:
         """List all machines that joined."""
@@ -67,11 +72,12 @@ class HubClient(HubConnection):
 
     async def create_edge(self, body: EdgeRequest) -> EdgeOffer:
         """Ask for an edge to a node."""
-        return await self.call(EdgeOffer, "POST", "/v1/edges", body)
+        return self._with_relay(await self.call(EdgeOffer, "POST", "/v1/edges", body))
 
     async def renew_offer(self, edge_id: str, body: OfferRequest) -> EdgeOffer:
         """Ask for another way for an edge that exists."""
-        return await self.call(EdgeOffer, "POST", f"/v1/edges/{edge_id}/offer", body)
+        path = f"/v1/edges/{edge_id}/offer"
+        return self._with_relay(await self.call(EdgeOffer, "POST", path, body))
 
     async def close_edge(self, edge_id: str) -> None:
         """End an edge; fine when it is closed already."""
@@ -83,7 +89,13 @@ class HubClient(HubConnection):
 
     async def gateways(self) -> GatewayList:
         """List the gateways."""
-        return await self.call(GatewayList, "GET", "/v1/gateways")
+        told = await self.call(GatewayList, "GET", "/v1/gateways")
+        own_url = websocket_url(self.url, RELAY_PATH)
+        listed = (
+            gateway if gateway.url else gateway.model_copy(update={"url": own_url})
+            for gateway in told.gateways
+        )
+        return GatewayList(gateways=tuple(listed))
 
     async def gateway_heartbeat(self, body: GatewayHeartbeat) -> GatewayHeartbeatAnswer:
         """Tell that this gateway is alive, and which edges it has."""
@@ -121,9 +133,25 @@ class HubClient(HubConnection):
         except (OSError, WebSocketException, ValueError) as error:
             raise self.unreachable(error) from error
         try:
-            yield _read_events(connection)
+            yield self._read_events(connection)
         finally:
             await connection.close()
+
+    async def _read_events(self, connection: ClientConnection) -> AsyncIterator[HubEvent]:
+        with contextlib.suppress(ConnectionClosed):
+            async for message in connection:
+                try:
+                    event = HUB_EVENT.validate_json(message)
+                except ValidationError:
+                    continue  # of a newer hub
+                if isinstance(event, EdgeEvent):
+                    event = EdgeEvent(offer=self._with_relay(event.offer))
+                yield event
+
+    def _with_relay(self, offer: EdgeOffer) -> EdgeOffer:
+        if offer.gateway_id != offer.hub_id or offer.relay_url is not None:
+            return offer
+        return offer.model_copy(update={"relay_url": websocket_url(self.url, RELAY_PATH)})
 
 
 def joined_client(
@@ -218,14 +246,3 @@ async def join_hub(
         check_same_hub(credentials, health)
     save_credentials(credentials)
     return credentials
-
-
-async def _read_events(connection: ClientConnection) -> AsyncIterator[HubEvent]:
-    try:
-        async for message in connection:
-            try:
-                yield HUB_EVENT.validate_json(message)
-            except ValidationError:
-                continue  # of a newer hub
-    except ConnectionClosed:
-        return

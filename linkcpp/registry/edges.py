@@ -114,11 +114,15 @@ HUB_EVENT: TypeAdapter[HubEvent] = TypeAdapter(Annotated[HubEvent, Field(discrim
 
 
 class GatewayRecord(WireRecord):
-    """A gateway; ``url`` is its WebSocket address for relays (``wss://gw.example/v1/relay``)."""
+    """A gateway; ``url`` is its WebSocket address for relays (``wss://gw.example/v1/relay``).
+
+    The hub's own gateway has the hub's id and no address: it is at the hub's, however a machine
+    names that. ``linkcpp.registry.client`` fills it in, here and in offers.
+    """
 
     gateway_id: MachineId
     name: str
-    url: Url
+    url: Url | None
     edge_count: int
     is_online: bool
     last_seen: UnixTime

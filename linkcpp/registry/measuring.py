@@ -23,12 +23,12 @@ async def relay_rtts_ms(gateways: Iterable[GatewayRecord]) -> dict[str, float]:
     """
     turn = asyncio.Semaphore(_MOST_AT_ONCE)
 
-    async def measure(gateway: GatewayRecord) -> tuple[str, float]:
+    async def measure(gateway_id: str, url: str) -> tuple[str, float]:
         async with turn:
-            return gateway.gateway_id, await _rtt_ms(health_url(gateway.url))
+            return gateway_id, await _rtt_ms(health_url(url))
 
-    online = [gateway for gateway in gateways if gateway.is_online]
-    measured = await asyncio.gather(*(measure(gateway) for gateway in online))
+    online = [(one.gateway_id, one.url) for one in gateways if one.is_online and one.url]
+    measured = await asyncio.gather(*(measure(*gateway) for gateway in online))
     return {gateway: rtt for gateway, rtt in measured if math.isfinite(rtt)}
 
 

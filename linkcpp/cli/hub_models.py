@@ -1,0 +1,136 @@
+"""``linkcpp hub models``: the models whose weights a hub gives to its machines."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from linkcpp.cli.output import byte_bar, console, print_json, status_console
+from linkcpp.cli.verb import verb
+from linkcpp.common.paths import data_folder, expand_home
+from linkcpp.common.text import printable
+from linkcpp.common.units import format_bytes
+from linkcpp.hub.weights.adding import Addition, add_model, name_for
+from linkcpp.hub.weights.catalogue import Catalogue, check_name
+from linkcpp.model.parts import is_url
+from linkcpp.model.slices.hashing import Progress as OnProgress
+from linkcpp.registry.models import ServedModel
+
+app = verb(help="Add, list and remove the models of a hub.", no_args_is_help=True)
+
+DataOption = Annotated[
+    Path | None, typer.Option("--data", help="The hub's data folder.", file_okay=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+@app.command()
+def add(
+    model: Annotated[
+        str, typer.Argument(help="A GGUF file, any part of a split one, or an http(s) URL.")
+    ],
+    *,
+    name: Annotated[
+        str | None, typer.Option(help="What the hub calls it; the file's name if left out.")
+    ] = None,
+    copy: Annotated[
+        bool,
+        typer.Option("--copy", help="Copy the files into the data folder, and serve these."),
+    ] = False,
+    data: DataOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Hash a model, expert by expert, and serve it from now on; a running hub sees it at once.
+
+    A file stays where it is and must not change. A URL is read once for its hashes; machines then
+    take the weights from there, unless they were copied. After an interruption the same command
+    goes on where it stopped.
+    """
+    wanted = Addition(
+        location=model if is_url(model) else str(expand_home(Path(model))),
+        name=check_name(name) if name is not None else name_for(model),
+        copies=copy,
+        unix_time=time.time(),
+    )
+    try:
+        entry = add_model(_catalogue(data), wanted, _bar)
+    except KeyboardInterrupt:
+        status_console().print("The same command goes on from here.")
+        raise
+    if as_json:
+        print_json(_public(entry.model))
+        return
+    console().print(f"[bold]{escape(entry.model.name)}[/]  {_summary(entry.model)}")
+
+
+@app.command(name="list")
+def list_models(*, data: DataOption = None, as_json: JsonOption = False) -> None:
+    """List the hub's models."""
+    entries = _catalogue(data).entries()
+    if as_json:
+        models = [
+            {**_public(entry.model), "paths": [str(file.path) for file in entry.files]}
+            for entry in entries
+        ]
+        print_json({"models": models})
+        return
+    if not entries:
+        console().print("There are no models. `linkcpp hub models add MODEL.gguf` adds one.")
+        return
+    table = Table("name", "size", "experts' part", "weights", "added", box=None)
+    for entry in entries:
+        model = entry.model
+        backbone = sum(part.backbone_bytes for part in model.parts)
+        added = datetime.fromtimestamp(model.added_at, UTC).astimezone()
+        table.add_row(
+            escape(model.name),
+            format_bytes(model.file_bytes),
+            format_bytes(model.file_bytes - backbone),
+            f"[red]{escape(model.problem)}[/]" if model.problem else _where(model),
+            f"{added:%Y-%m-%d %H:%M}",
+        )
+    console(80).print(table)
+
+
+@app.command()
+def remove(name: Annotated[str, typer.Argument()], *, data: DataOption = None) -> None:
+    """Take a model out of the hub; its own files stay, copies in the data folder are deleted."""
+    _catalogue(data).remove(name)
+    console().print(f"Removed {escape(printable(name))}.")
+
+
+def _catalogue(data: Path | None) -> Catalogue:
+    folder = expand_home(data) if data is not None else data_folder() / "hub"
+    return Catalogue(folder / "models")
+
+
+@contextmanager
+def _bar(step: str, total_bytes: int) -> Iterator[OnProgress]:
+    with byte_bar(step, total_bytes) as on_progress:
+        yield on_progress
+
+
+def _summary(model: ServedModel) -> str:
+    return f"{format_bytes(model.file_bytes)}, weights {_where(model)}, digest {model.digest[:12]}"
+
+
+def _where(model: ServedModel) -> str:
+    has_url = any(part.url for part in model.parts)
+    if not model.has_weights:
+        return "from the web"
+    return "from this hub or the web" if has_url else "from this hub"
+
+
+def _public(model: ServedModel) -> dict[str, object]:
+    """The record without what addresses hold of secrets."""
+    told = model.model_dump(mode="json")
+    for part in told["parts"]:
+        if part["url"] is not None:
+            part["url"] = part["url"].partition("?")[0]
+    return told

@@ -1,0 +1,47 @@
+"""The table of ``linkcpp hub nodes``."""
+
+from rich.table import Table
+from rich.text import Text
+
+from linkcpp.cli.output import console
+from linkcpp.common.text import printable
+from linkcpp.common.units import format_bytes
+from linkcpp.registry.records import NodeList, Presence, RegisteredNode
+
+_STYLES = {Presence.ONLINE: "green", Presence.STALE: "yellow", Presence.GONE: "red"}
+
+
+def print_nodes(answer: NodeList) -> None:
+    """Print it; a machine that never sends heartbeats, such as a coordinator, has no state."""
+    table = Table(box=None)
+    for heading in ("name", "role", "state", "seen", "offers", "id", "key"):
+        table.add_column(heading)
+    for node in answer.nodes:
+        table.add_row(
+            printable(node.name),
+            node.role,
+            _state(node),
+            _seen(node, answer.hub_time),
+            _offer(node),
+            node.node_id,
+            node.key_fingerprint[:9],
+        )
+    console(100).print(table)
+
+
+def _state(node: RegisteredNode) -> Text:
+    if node.is_revoked:
+        return Text("revoked", "red")
+    if node.last_seen is None:
+        return Text("")
+    return Text(node.presence, _STYLES[node.presence])
+
+
+def _seen(node: RegisteredNode, hub_time: float) -> str:
+    return f"{max(0.0, hub_time - node.last_seen):.0f} s ago" if node.last_seen else ""
+
+
+def _offer(node: RegisteredNode) -> str:
+    if node.state is None:
+        return ""
+    return format_bytes(sum(device.offered_bytes for device in node.state.record.devices))
