@@ -31,6 +31,13 @@ def open_database(url: str | None, data: Path) -> Engine:
     Raises:
         LinkcppError: it cannot be reached, its kind is not supported, or a newer linkcpp wrote it.
     """
+    try:
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise LinkcppError(
+            f"The folder {data} cannot be made: {error.strerror or error}.",
+            hint="Choose another one with --data.",
+        ) from error
     engine = _postgresql(url) if url else _sqlite(data / "hub.sqlite")
     try:
         with engine.begin() as connection:

@@ -11,7 +11,6 @@ from typing import Self, TypeVar
 
 from sqlalchemy import Engine
 
-from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.hub.database import open_database
 from linkcpp.hub.directory import load_directory
@@ -115,11 +114,4 @@ async def open_hub(data: Path, database_url: str | None = None) -> Hub:
     Raises:
         LinkcppError: its database or its secrets cannot be used.
     """
-    try:
-        data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise LinkcppError(
-            f"The folder {data} cannot be made: {error.strerror or error}.",
-            hint="Choose another one with --data.",
-        ) from error
     return Hub(data, await asyncio.to_thread(open_database, database_url, data))
