@@ -1,0 +1,53 @@
+"""What an encrypted record and a stream frame may be; numbers are those of the wire."""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from linkcpp.edge.noise import MAX_MESSAGE_BYTES, TAG_BYTES
+
+MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - TAG_BYTES
+# With the heads of record and frame it fits one Noise message.
+CHUNK_BYTES = 60 * 1024
+
+
+class RecordType(IntEnum):
+    """The first byte of a record."""
+
+    ATTACH = 1
+    DATA = 2
+    ACK = 3
+    PING = 4
+    PONG = 5
+    CLOSE = 6
+
+
+class FrameType(IntEnum):
+    """The first byte of a frame of a stream."""
+
+    OPEN = 1
+    DATA = 2
+    WINDOW = 3
+    FIN = 4
+    RESET = 5
+
+
+class ResetCode(IntEnum):
+    """Why a stream ends before its bytes do."""
+
+    ABORTED = 1
+    REFUSED = 2
+    TOO_MANY = 3
+
+
+class EdgeLimits(NamedTuple):
+    """What one edge may cost at one end.
+
+    ``streams`` may be open at once, each may be ``window_bytes`` ahead of its reader, and
+    ``unacknowledged_bytes`` are kept for sending again. Streams and windows are part of the
+    protocol: both ends must have the same.
+    """
+
+    streams: int = 64
+    window_bytes: int = 2 * 2**20
+    unacknowledged_bytes: int = 8 * 2**20
+    control_frames: int = 4096
