@@ -1,7 +1,7 @@
 """One side of an edge at the gateway: a WebSocket from its upgrade to its end.
 
-What arrives is unmasked where it lies and written to the other side before the next read, so there
-is nothing of a message to keep. Where the other side's transport takes no more, this side is not
+What arrives is unmasked and written to the other side before the next read, so that there is
+nothing of a message to keep. Where the other side's transport takes no more, this side is not
 read until it does.
 """
 
@@ -11,16 +11,16 @@ from typing import Final, Protocol
 
 from linkcpp.common.sockets import tune_transport
 from linkcpp.gateway.frames import (
+    LONGEST_REST_BYTES,
     FrameError,
     FrameReader,
     Opcode,
-    Piece,
+    build_head,
     close_frame,
     parse_close,
     short_frame,
-    with_head,
 )
-from linkcpp.gateway.masking import HEADROOM_BYTES, ReadBuffer
+from linkcpp.gateway.liveness import Liveness
 from linkcpp.registry.relay import (
     FIN,
     HELLO_DEADLINE_SECONDS,
@@ -38,6 +38,9 @@ CLOSING_SECONDS = 5.0
 # What a side's transport may hold before the other side is not read any more, besides one read.
 WRITE_LIMIT_BYTES: Final = 64 * 1024
 
+# Numbers and not members of an enumeration, which take longer to get in the loop over frames.
+_BINARY: Final = int(Opcode.BINARY)
+_CONTINUATION: Final = int(Opcode.CONTINUATION)
 _PAIRED_FRAME: Final = short_frame(Opcode.BINARY, PAIRED)
 _FIN_FRAME: Final = short_frame(Opcode.TEXT, FIN.encode())
 
@@ -46,11 +49,8 @@ class Switchboard(Protocol):
     """What a connection needs of the relay that it belongs to."""
 
     @property
-    def buffer(self) -> ReadBuffer:
-        """Where the next read goes; the same for all connections."""
-
-    def renew_buffer(self) -> None:
-        """Read elsewhere from now on: a transport still holds a part of the buffer."""
+    def buffer(self) -> memoryview:
+        """Where reads go, behind ``LONGEST_REST_BYTES`` of room; the same for all connections."""
 
     def said_hello(self, connection: "RelayConnection", hello: Hello) -> None:
         """Take a side that told who it is."""
@@ -83,7 +83,7 @@ class RelayConnection(asyncio.BufferedProtocol):
 
     def __init__(self, board: Switchboard) -> None:
         self.received_bytes = 0
-        self.sent_bytes = 0
+        self._sent_bytes = 0
         self._board = board
         self._reader = FrameReader()
         self._phase = _Phase.HELLO
@@ -94,8 +94,7 @@ class RelayConnection(asyncio.BufferedProtocol):
         self._is_broken = False  # after a wrong frame nobody knows where the next one begins
         self._is_full = False
         self._is_held = False
-        self._was_heard = True
-        self._drained_bytes = 0
+        self._liveness = Liveness()
         self._deadline: asyncio.TimerHandle | None = None
         self._ticking: asyncio.TimerHandle | None = None
 
@@ -130,30 +129,25 @@ class RelayConnection(asyncio.BufferedProtocol):
         """Say why, and close; the peer has a moment to take what is under way to it."""
         if self._phase is _Phase.CLOSING:
             return
-        self._begin_closing()
         self._write(close_frame(code, reason))
+        self._begin_closing()
         self._board.closes(code)
         self._board.ended(self, RelayCloseCode.PEER_GONE, "the other side was closed")
-
-    def abort(self) -> None:
-        """Drop the socket."""
-        self._transport.abort()
 
     # What the event loop tells it.
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Say where to read to."""
-        return self._board.buffer.space
+        return self._board.buffer[LONGEST_REST_BYTES:]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take what was read."""
         if self._is_broken:
             return
         buffer = self._board.buffer
-        start, end = HEADROOM_BYTES - len(self._rest), HEADROOM_BYTES + nbytes
-        if self._rest:
-            buffer.view[start:HEADROOM_BYTES] = self._rest
-        self._was_heard = True
+        start, end = LONGEST_REST_BYTES - len(self._rest), LONGEST_REST_BYTES + nbytes
+        buffer[start:LONGEST_REST_BYTES] = self._rest
+        self._liveness.was_heard = True
         self.received_bytes += nbytes
         try:
             if self._phase is _Phase.PAIRED:
@@ -164,7 +158,7 @@ class RelayConnection(asyncio.BufferedProtocol):
             self._is_broken = True
             self.close(error.code, error.reason)
         if not self._is_broken and not self._transport.is_closing():
-            self._rest = bytes(buffer.view[self._reader.taken : end])
+            self._rest = bytes(buffer[self._reader.taken : end])
 
     def eof_received(self) -> None:
         """Take the end of the peer's half of the socket for the end of all; the loop closes it."""
@@ -207,58 +201,56 @@ class RelayConnection(asyncio.BufferedProtocol):
 
     # Frames.
 
-    def _relay(self, buffer: ReadBuffer, start: int, end: int) -> None:
-        outgoing: list[memoryview | bytes] = []
-        last: Piece | None = None
+    def _relay(self, buffer: memoryview, start: int, end: int) -> None:
+        outgoing: list[bytes] = []
+        close: bytes | None = None
         try:
-            for piece in self._reader.read(buffer, start, end):
-                if piece.opcode == Opcode.BINARY:
+            for opcode, payload, begins, ends in self._reader.read(buffer, start, end):
+                if opcode == _BINARY:
                     if self._has_finished:
                         raise FrameError("data after `fin`", RelayCloseCode.MALFORMED)
-                    outgoing.append(with_head(buffer, piece))
-                elif piece.opcode == Opcode.TEXT:
-                    self._finish(buffer, piece)
+                    outgoing.append(
+                        build_head(
+                            _BINARY if begins else _CONTINUATION, len(payload), is_final=ends
+                        )
+                    )
+                    outgoing.append(payload)
+                elif opcode == Opcode.TEXT:
+                    self._finish(payload)
                     outgoing.append(_FIN_FRAME)
-                elif piece.opcode == Opcode.CLOSE:
-                    last = piece
+                elif opcode == Opcode.CLOSE:
+                    close = payload
                     break
                 else:
-                    self._answer(buffer, piece)
+                    self._answer(opcode, payload)
         finally:
-            self._pass_on(outgoing)
-        if last is not None:
-            self._answer_close(buffer, last)
+            if outgoing and self._partner is not None:
+                self._partner._write(b"".join(outgoing))
+        if close is not None:
+            self._answer_close(close)
         elif self._has_finished and self._partner is not None and self._partner._has_finished:
             self._board.ended(self, NORMAL_CLOSE, "both sides have finished")
             self.close(NORMAL_CLOSE, "both sides have finished")
 
-    def _pass_on(self, outgoing: list[memoryview | bytes]) -> None:
-        partner = self._partner
-        if partner is None or not outgoing:
-            return
-        partner._write(outgoing[0] if len(outgoing) == 1 else b"".join(outgoing))
-        if partner._transport.get_write_buffer_size():
-            self._board.renew_buffer()
-
-    def _listen(self, buffer: ReadBuffer, start: int, end: int) -> None:
-        for piece in self._reader.read(buffer, start, end):
-            if piece.opcode == Opcode.CLOSE:
-                self._answer_close(buffer, piece)
+    def _listen(self, buffer: memoryview, start: int, end: int) -> None:
+        for opcode, payload, _, ends in self._reader.read(buffer, start, end):
+            if opcode == Opcode.CLOSE:
+                self._answer_close(payload)
                 return
             if self._phase is _Phase.CLOSING:
                 continue
-            if piece.opcode in (Opcode.PING, Opcode.PONG):
-                self._answer(buffer, piece)
-            elif piece.opcode == Opcode.BINARY and self._phase is _Phase.HELLO:
-                self._read_hello(buffer, piece)
+            if opcode in (Opcode.PING, Opcode.PONG):
+                self._answer(opcode, payload)
+            elif opcode == Opcode.BINARY and self._phase is _Phase.HELLO:
+                self._read_hello(payload, is_whole=ends)
             else:
                 raise FrameError("data before the sides are paired", RelayCloseCode.MALFORMED)
 
-    def _read_hello(self, buffer: ReadBuffer, piece: Piece) -> None:
-        self._hello += buffer.view[piece.start : piece.end]
+    def _read_hello(self, payload: bytes, *, is_whole: bool) -> None:
+        self._hello += payload
         if len(self._hello) > LONGEST_HELLO_BYTES:
             raise FrameError("the first message is too long", RelayCloseCode.MALFORMED)
-        if not piece.ends:
+        if not is_whole:
             return
         try:
             hello = decode_hello(bytes(self._hello))
@@ -268,22 +260,21 @@ class RelayConnection(asyncio.BufferedProtocol):
             self._hello.clear()
         self._board.said_hello(self, hello)
 
-    def _finish(self, buffer: ReadBuffer, piece: Piece) -> None:
-        if buffer.view[piece.start : piece.end] != FIN.encode() or self._has_finished:
+    def _finish(self, text: bytes) -> None:
+        if text != FIN.encode() or self._has_finished:
             raise FrameError("text that is not one `fin`", RelayCloseCode.MALFORMED)
         self._has_finished = True
 
-    def _answer(self, buffer: ReadBuffer, piece: Piece) -> None:
+    def _answer(self, opcode: int, payload: bytes) -> None:
         # A peer that pings and does not read gets no more answers than its transport may hold.
-        if piece.opcode == Opcode.PING and not self._is_full:
-            payload = bytes(buffer.view[piece.start : piece.end])
+        if opcode == Opcode.PING and not self._is_full:
             self._write(short_frame(Opcode.PONG, payload))
 
-    def _answer_close(self, buffer: ReadBuffer, piece: Piece) -> None:
-        code = parse_close(bytes(buffer.view[piece.start : piece.end]))
+    def _answer_close(self, payload: bytes) -> None:
+        code = parse_close(payload)
         if self._phase is not _Phase.CLOSING:
-            self._begin_closing()
             self._write(close_frame(NORMAL_CLOSE, ""))
+            self._begin_closing()
             is_wanted = code == NORMAL_CLOSE
             self._board.ended(
                 self,
@@ -292,21 +283,20 @@ class RelayConnection(asyncio.BufferedProtocol):
             )
         self._transport.close()
 
-    def _write(self, data: bytes | memoryview) -> None:
-        self.sent_bytes += len(data)
+    def _write(self, data: bytes) -> None:
+        self._sent_bytes += len(data)
         self._transport.write(data)
 
     # Time and the end.
 
     def _tick(self) -> None:
-        """Ping, or close where nothing has moved in either direction since the last ping."""
-        backlog = self._transport.get_write_buffer_size()
-        drained = self.sent_bytes - backlog
-        # What the kernel took proves nothing, unless it is a part of what it did not take before.
-        is_draining = backlog > 0 and drained > self._drained_bytes
-        moved = self._was_heard or self._is_held or is_draining
-        self._was_heard, self._drained_bytes = False, drained
-        if not moved:
+        """Ping, or close where the peer did not answer the last ping."""
+        is_alive = self._liveness.look(
+            is_held=self._is_held,
+            sent_bytes=self._sent_bytes,
+            backlog_bytes=self._transport.get_write_buffer_size(),
+        )
+        if not is_alive:
             self.close(RelayCloseCode.STALLED, "nothing was heard since the last ping")
             return
         if not self._is_full:
@@ -318,8 +308,20 @@ class RelayConnection(asyncio.BufferedProtocol):
         self._partner = None
         self._stop_ticking()
         self._stop_deadline()
-        self._deadline = asyncio.get_running_loop().call_later(CLOSING_SECONDS, self.abort)
+        self._give_up_later()
         self.release()  # to read the peer's close frame
+
+    def _give_up_later(self) -> None:
+        backlog = self._transport.get_write_buffer_size()
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(CLOSING_SECONDS, self._give_up, backlog)
+
+    def _give_up(self, backlog_before: int) -> None:
+        # A slow peer gets what its partner had sent before it closed.
+        if 0 < self._transport.get_write_buffer_size() < backlog_before:
+            self._give_up_later()
+        else:
+            self._transport.abort()
 
     def _set_deadline(self, seconds: float, code: int, reason: str) -> None:
         self._stop_deadline()

@@ -9,16 +9,26 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from linkcpp.gateway.masking import ReadBuffer
 from linkcpp.registry.relay import RelayCloseCode
 
+try:
+    from websockets.speedups import apply_mask
+except ImportError:  # a platform for which websockets has no compiled part
+    from websockets.utils import apply_mask
+
 PROTOCOL_ERROR: Final = 1002
-_LONGEST_SHORT_BYTES: Final = 125
+LONGEST_SHORT_BYTES: Final = 125
+LONGEST_REST_BYTES: Final = 14 + LONGEST_SHORT_BYTES
 _FINAL: Final = 0x80
 _RESERVED: Final = 0x70
 _MASKED: Final = 0x80
 _SIXTEEN_BITS: Final = 126
 _SIXTY_FOUR_BITS: Final = 127
+_SHORT: Final = struct.Struct("!4s")
+_MEDIUM: Final = struct.Struct("!H4s")
+_LONG: Final = struct.Struct("!Q4s")
+_MEDIUM_OUT: Final = struct.Struct("!BBH")
+_LONG_OUT: Final = struct.Struct("!BBQ")
 
 
 class Opcode(IntEnum):
@@ -33,6 +43,8 @@ class Opcode(IntEnum):
 
 
 _CONTROL: Final = frozenset((Opcode.CLOSE, Opcode.PING, Opcode.PONG))
+_DATA: Final = frozenset((int(Opcode.CONTINUATION), int(Opcode.BINARY)))
+_BINARY: Final = int(Opcode.BINARY)
 
 
 class FrameError(Exception):
@@ -44,28 +56,27 @@ class FrameError(Exception):
         self.code = int(code)
 
 
-class FrameHead(NamedTuple):
-    """A frame's head; ``key`` is the mask, its first byte the lowest."""
-
-    opcode: int
-    is_final: bool
-    payload_bytes: int
-    key: int
-    head_bytes: int
-
-
 class Piece(NamedTuple):
-    """Payload at ``start`` to ``end`` of a buffer: of a message, or a whole short frame.
+    """Payload, unmasked: of a message, or of a whole short frame.
 
     ``opcode`` is ``BINARY`` for every piece of a message; ``begins`` and ``ends`` tell whether the
     message begins and ends with it.
     """
 
     opcode: int
-    start: int
-    end: int
+    payload: bytes
     begins: bool
     ends: bool
+
+
+class FrameHead(NamedTuple):
+    """A frame's head."""
+
+    opcode: int
+    is_final: bool
+    payload_bytes: int
+    key: bytes
+    head_bytes: int
 
 
 def parse_head(data: memoryview, start: int, end: int) -> FrameHead | None:
@@ -79,31 +90,32 @@ def parse_head(data: memoryview, start: int, end: int) -> FrameHead | None:
     first, second = data[start], data[start + 1]
     if first & _RESERVED:
         raise FrameError("reserved bits are set, and no extension was agreed on")
-    if not second & _MASKED:
+    if second < _MASKED:
         raise FrameError("the frame is not masked")
-    size, at = second & 0x7F, start + 2
-    key_at = at + (2 if size == _SIXTEEN_BITS else 8 if size == _SIXTY_FOUR_BITS else 0)
-    if end < key_at + 4:
+    size = second - _MASKED
+    head_bytes = 8 if size == _SIXTEEN_BITS else 14 if size == _SIXTY_FOUR_BITS else 6
+    if end - start < head_bytes:
         return None
-    if size == _SIXTEEN_BITS:
-        (size,) = struct.unpack_from("!H", data, at)
+    if head_bytes == 6:
+        (key,) = _SHORT.unpack_from(data, start + 2)
+    elif head_bytes == 8:
+        size, key = _MEDIUM.unpack_from(data, start + 2)
         _require(size >= _SIXTEEN_BITS, "the length is not in its shortest form")
-    elif size == _SIXTY_FOUR_BITS:
-        (size,) = struct.unpack_from("!Q", data, at)
+    else:
+        size, key = _LONG.unpack_from(data, start + 2)
         _require(size >> 16 != 0, "the length is not in its shortest form")
         _require(size >> 63 == 0, "the length has its highest bit set")
-    (key,) = struct.unpack_from("<I", data, key_at)
-    return FrameHead(first & 0x0F, first >= _FINAL, size, key, key_at + 4 - start)
+    return FrameHead(first & 0x0F, first >= _FINAL, size, key, head_bytes)
 
 
 def build_head(opcode: int, payload_bytes: int, *, is_final: bool = True) -> bytes:
     """Write the head of a server's frame."""
-    first = opcode | (_FINAL if is_final else 0)
+    first = opcode | _FINAL if is_final else opcode
     if payload_bytes < _SIXTEEN_BITS:
         return bytes((first, payload_bytes))
     if payload_bytes < 1 << 16:
-        return struct.pack("!BBH", first, _SIXTEEN_BITS, payload_bytes)
-    return struct.pack("!BBQ", first, _SIXTY_FOUR_BITS, payload_bytes)
+        return _MEDIUM_OUT.pack(first, _SIXTEEN_BITS, payload_bytes)
+    return _LONG_OUT.pack(first, _SIXTY_FOUR_BITS, payload_bytes)
 
 
 def short_frame(opcode: Opcode, payload: bytes) -> bytes:
@@ -113,7 +125,7 @@ def short_frame(opcode: Opcode, payload: bytes) -> bytes:
 
 def close_frame(code: int, reason: str) -> bytes:
     """Write a close frame; a long reason is cut."""
-    text = reason.encode()[: _LONGEST_SHORT_BYTES - 2].decode(errors="ignore")
+    text = reason.encode()[: LONGEST_SHORT_BYTES - 2].decode(errors="ignore")
     return short_frame(Opcode.CLOSE, struct.pack("!H", code) + text.encode())
 
 
@@ -142,18 +154,17 @@ class FrameReader:
     """Reads the frames of one client, in whatever portions they come."""
 
     def __init__(self) -> None:
-        self._key = 0
+        self._key = b""
         self._left_bytes = 0  # of the payload of a frame that has begun
-        self._done_bytes = 0
         self._is_final = True
         self._is_inside_message = False
-        self._is_first_piece = False
+        self._begins = False
         self.taken = 0
 
-    def read(self, buffer: ReadBuffer, start: int, end: int) -> Iterator[Piece]:
-        """Unmask what is at ``start`` to ``end`` of the buffer, and hand it out in order.
+    def read(self, data: memoryview, start: int, end: int) -> Iterator[Piece]:
+        """Hand out what is at ``start`` to ``end``, in order.
 
-        Afterwards ``taken`` is where a rest of at most ``HEADROOM_BYTES`` begins, which has to
+        Afterwards ``taken`` is where a rest of at most ``LONGEST_REST_BYTES`` begins, which has to
         stand before the next portion.
 
         Raises:
@@ -161,76 +172,66 @@ class FrameReader:
         """
         self.taken = start
         while True:
-            if self._left_bytes == 0:
-                head = parse_head(buffer.view, self.taken, end)
+            if not self._left_bytes:
+                head = parse_head(data, self.taken, end)
                 if head is None:
                     return
-                if head.opcode not in (Opcode.BINARY, Opcode.CONTINUATION):
-                    piece = self._take_short(head, buffer, end)
+                if head.opcode not in _DATA:
+                    piece = self._take_short(head, data, end)
                     if piece is None:
                         return
                     yield piece
                     continue
                 self._begin(head)
-                self.taken += head.head_bytes
-                if self.taken == end and head.payload_bytes:
-                    return
-            elif self.taken == end:
+            if self.taken == end and self._left_bytes:
                 return
-            yield self._take(buffer, end)
+            yield self._take(data, end)
 
     def _begin(self, head: FrameHead) -> None:
         continues = head.opcode == Opcode.CONTINUATION
-        _require(not continues or self._is_inside_message, "a continuation of no message")
-        _require(continues or not self._is_inside_message, "a message inside another one")
+        if continues != self._is_inside_message:
+            raise FrameError(
+                "a continuation of no message" if continues else "a message inside another one"
+            )
         self._is_inside_message = True
-        self._is_first_piece = not continues
+        self._begins = not continues
         self._is_final = head.is_final
         self._key = head.key
         self._left_bytes = head.payload_bytes
-        self._done_bytes = 0
+        self.taken += head.head_bytes
 
-    def _take(self, buffer: ReadBuffer, end: int) -> Piece:
+    def _take(self, data: memoryview, end: int) -> Piece:
         start = self.taken
         stop = min(end, start + self._left_bytes)
-        buffer.unmask(start, stop, self._key, self._done_bytes)
-        self._done_bytes += stop - start
-        self._left_bytes -= stop - start
+        payload = apply_mask(data[start:stop], self._key)
         self.taken = stop
-        ends = self._is_final and self._left_bytes == 0
-        piece = Piece(Opcode.BINARY, start, stop, self._is_first_piece, ends)
-        self._is_first_piece = False
-        self._is_inside_message = not ends
+        self._left_bytes -= stop - start
+        if self._left_bytes:
+            turn = (stop - start) % 4
+            self._key = self._key[turn:] + self._key[:turn]
+            ends = False
+        else:
+            ends = self._is_final
+            self._is_inside_message = not ends
+        piece = Piece(_BINARY, payload, self._begins, ends)
+        self._begins = False
         return piece
 
-    def _take_short(self, head: FrameHead, buffer: ReadBuffer, end: int) -> Piece | None:
+    def _take_short(self, head: FrameHead, data: memoryview, end: int) -> Piece | None:
         if head.opcode == Opcode.TEXT:
-            is_short = head.is_final and head.payload_bytes <= _LONGEST_SHORT_BYTES
+            is_short = head.is_final and head.payload_bytes <= LONGEST_SHORT_BYTES
             if self._is_inside_message or not is_short:
                 raise FrameError("text that is not `fin`", RelayCloseCode.MALFORMED)
         else:
             _require(head.opcode in _CONTROL, "an unknown opcode")
             _require(head.is_final, "a control frame in pieces")
-            _require(head.payload_bytes <= _LONGEST_SHORT_BYTES, "a control frame over 125 bytes")
+            _require(head.payload_bytes <= LONGEST_SHORT_BYTES, "a control frame over 125 bytes")
         start = self.taken + head.head_bytes
         stop = start + head.payload_bytes
         if stop > end:
             return None
-        buffer.unmask(start, stop, head.key, 0)
         self.taken = stop
-        return Piece(head.opcode, start, stop, begins=True, ends=True)
-
-
-def with_head(buffer: ReadBuffer, piece: Piece) -> memoryview:
-    """Put the head of a server's frame before a piece of a message, and return both.
-
-    It overwrites the client's own head, which is longer, or headroom.
-    """
-    opcode = Opcode.BINARY if piece.begins else Opcode.CONTINUATION
-    head = build_head(opcode, piece.end - piece.start, is_final=piece.ends)
-    start = piece.start - len(head)
-    buffer.view[start : piece.start] = head
-    return buffer.view[start : piece.end]
+        return Piece(head.opcode, apply_mask(data[start:stop], head.key), begins=True, ends=True)
 
 
 def _require(holds: bool, reason: str) -> None:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from linkcpp.common.callers import Headers, caller
 from linkcpp.gateway.connection import RelayConnection
-from linkcpp.gateway.masking import ReadBuffer
+from linkcpp.gateway.frames import LONGEST_REST_BYTES
 from linkcpp.gateway.pairing import Ended, Event, PairingTable, Seat
 from linkcpp.gateway.upgrade import UpgradeError, upgrade_response
 from linkcpp.registry.fields import MOST_EDGES_PER_GATEWAY
@@ -57,7 +57,7 @@ class Relay:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.gateway_id: Final = gateway_id
-        self.buffer = ReadBuffer(READ_BYTES)
+        self.buffer = memoryview(bytearray(LONGEST_REST_BYTES + READ_BYTES))
         self._hub = hub
         self._limits = limits or RelayLimits()
         self._clock = clock
@@ -143,10 +143,6 @@ class Relay:
             await self._all_lost.wait()
 
     # What its connections tell it.
-
-    def renew_buffer(self) -> None:
-        """Read elsewhere from now on: a transport still holds a part of the buffer."""
-        self.buffer = ReadBuffer(READ_BYTES)
 
     def said_hello(self, connection: RelayConnection, hello: Hello) -> None:
         """Take a side that told who it is, if its ticket proves it."""
