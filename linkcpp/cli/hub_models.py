@@ -1,8 +1,6 @@
 """``linkcpp hub models``: the models whose weights a hub gives to its machines."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +17,7 @@ from linkcpp.common.units import format_bytes
 from linkcpp.hub.weights.adding import Addition, add_model, name_for
 from linkcpp.hub.weights.catalogue import Catalogue, check_name
 from linkcpp.model.parts import is_url
-from linkcpp.model.slices.hashing import Progress as OnProgress
+from linkcpp.model.web_source import public_url
 from linkcpp.registry.models import ServedModel
 
 app = verb(help="Add, list and remove the models of a hub.", no_args_is_help=True)
@@ -59,7 +57,7 @@ def add(
         unix_time=time.time(),
     )
     try:
-        entry = add_model(_catalogue(data), wanted, _bar)
+        entry = add_model(_catalogue(data), wanted, byte_bar)
     except KeyboardInterrupt:
         status_console().print("The same command goes on from here.")
         raise
@@ -110,12 +108,6 @@ def _catalogue(data: Path | None) -> Catalogue:
     return Catalogue(folder / "models")
 
 
-@contextmanager
-def _bar(step: str, total_bytes: int) -> Iterator[OnProgress]:
-    with byte_bar(step, total_bytes) as on_progress:
-        yield on_progress
-
-
 def _summary(model: ServedModel) -> str:
     return f"{format_bytes(model.file_bytes)}, weights {_where(model)}, digest {model.digest[:12]}"
 
@@ -132,5 +124,5 @@ def _public(model: ServedModel) -> dict[str, object]:
     told = model.model_dump(mode="json")
     for part in told["parts"]:
         if part["url"] is not None:
-            part["url"] = part["url"].partition("?")[0]
+            part["url"] = public_url(part["url"])
     return told

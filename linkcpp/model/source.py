@@ -73,7 +73,7 @@ class FileSource:
         self._descriptor = _open_regular_file(path)
         status = os.fstat(self._descriptor)
         self.size_bytes = status.st_size
-        self.version = f"{status.st_size} bytes of {status.st_mtime_ns}"
+        self.version = self.version_of(status)
 
     def __enter__(self) -> Self:
         return self
@@ -85,6 +85,11 @@ class FileSource:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @staticmethod
+    def version_of(status: os.stat_result) -> str:
+        """The ``version`` of a file in this state."""
+        return f"{status.st_size} bytes of {status.st_mtime_ns}"
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Exactly ``length_bytes`` from ``offset_bytes`` on; see ``ByteSource.read``."""

@@ -73,7 +73,7 @@ class WebSource:
             raise LinkcppError(
                 f"{url!r} is no usable address: {reason}.", hint="Copy it from your browser."
             )
-        self.name = str(self._url.copy_with(userinfo=b"", query=None, fragment=None))
+        self.name = public_url(url)
         self.bytes_read = 0
         self._bearer = bearer
         self._etag: str | None = None
@@ -274,6 +274,11 @@ class WebSource:
 
     def _changed(self) -> LinkcppError:
         return LinkcppError(f"{self.name} changed while it was read.", hint="Try again.")
+
+
+def public_url(url: str) -> str:
+    """An address without what it may hold of secrets."""
+    return str(httpx.URL(url).copy_with(userinfo=b"", query=None, fragment=None))
 
 
 def _deadline(length_bytes: int) -> float:

@@ -16,7 +16,7 @@ from linkcpp.model.header import read_header
 from linkcpp.model.slices.layout import read_slice
 from linkcpp.model.slices.manifest import Manifest, manifest_path, read_manifest
 from linkcpp.model.slices.segments import Segment, merge_segments
-from linkcpp.model.slices.writing import Target
+from linkcpp.model.slices.target import Target
 from linkcpp.model.source import FileSource
 from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
 from linkcpp.node.slice_files import manifest_segments, slab_bytes, slice_id

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
-import httpx
 from pydantic import ValidationError
 
 from linkcpp.common.errors import LinkcppError
@@ -35,7 +34,7 @@ from linkcpp.model.slices.unit_copier import Place, Supply
 from linkcpp.model.slices.writing import SupplyOf, WrittenFile, write_backbone
 from linkcpp.model.source import ByteSource
 from linkcpp.model.web_client import new_client, new_direct_client
-from linkcpp.model.web_source import WebSource
+from linkcpp.model.web_source import WebSource, public_url
 from linkcpp.registry.models import ServedModel, segments_text
 from linkcpp.registry.trust import tls_context
 
@@ -193,8 +192,7 @@ class HubModel:
             self._asked.append(source)
             return source
 
-        name = str(httpx.URL(url).copy_with(userinfo=b"", query=None, fragment=None))
-        return LazySource(name, size_bytes, opener)
+        return LazySource(public_url(url), size_bytes, opener)
 
     def _open_files(self) -> ModelFiles:
         headers = [self._header(file) for file in range(len(self.record.parts))]

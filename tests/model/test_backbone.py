@@ -9,10 +9,10 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.inventory import read_inventory
 from linkcpp.model.parts import open_model
+from linkcpp.model.slices.target import Target
 from linkcpp.model.slices.tensors import is_expert_weight
 from linkcpp.model.slices.verifying import verify_file
 from linkcpp.model.slices.writing import (
-    Target,
     WrittenFile,
     backbone_paths,
     holes_notes,

@@ -14,8 +14,9 @@ import pytest
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.slices.segments import parse_segment
+from linkcpp.model.slices.target import Target
 from linkcpp.model.slices.verifying import verify_file
-from linkcpp.model.slices.writing import Target, choose_segments, open_whole_model, write_slice
+from linkcpp.model.slices.writing import choose_segments, open_whole_model, write_slice
 from tests.model import random_models as drawn
 from tests.model.test_slices import cut, flip
 from tests.model.web_server import Handler, Server, send_range

@@ -123,6 +123,11 @@ def plan_backbone(header: Header, file: int, file_bytes: int) -> CopyJob:
     return CopyJob(b"", tuple(units), file_bytes)
 
 
+def plan_copy(file: int, file_bytes: int) -> CopyJob:
+    """Lay out the whole copy of one file."""
+    return CopyJob(b"", tuple(_run_units(file, [0, file_bytes])), file_bytes)
+
+
 def read_slice(
     source: str, header: Header
 ) -> tuple[tuple[Segment, ...], tuple[SlicedTensor, ...]] | None:

@@ -2,10 +2,8 @@
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
@@ -15,8 +13,8 @@ from linkcpp.model.architecture import Architecture
 from linkcpp.model.parts import ModelFiles, open_model
 from linkcpp.model.slices.copying import Copied, copy_units
 from linkcpp.model.slices.hashing import Progress
-from linkcpp.model.slices.journal import Journal, job_identity
-from linkcpp.model.slices.layout import SLICE_TYPE, CopyJob, plan_backbone, plan_slice
+from linkcpp.model.slices.journal import Journal
+from linkcpp.model.slices.layout import SLICE_TYPE, CopyJob, plan_backbone, plan_copy, plan_slice
 from linkcpp.model.slices.manifest import (
     FileKind,
     Manifest,
@@ -27,6 +25,7 @@ from linkcpp.model.slices.manifest import (
     tensor_slabs,
 )
 from linkcpp.model.slices.segments import Segment, SegmentRequest, resolve
+from linkcpp.model.slices.target import Target, begin_target, take_name
 from linkcpp.model.slices.tensors import counts_by_layer, find_expert_tensors
 from linkcpp.model.slices.unit_copier import Place, Supply
 from linkcpp.model.source import ByteSource
@@ -59,22 +58,6 @@ class WrittenFile(Record):
     allocated_bytes: int
     segments: tuple[Segment, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-class Target(NamedTuple):
-    """Where a file is written: its final name and what stands beside it meanwhile."""
-
-    path: Path
-
-    @property
-    def partial(self) -> Path:
-        """The unfinished file."""
-        return self.path.with_name(f".{self.path.name}.partial")
-
-    @property
-    def journal(self) -> Path:
-        """What of the unfinished file is done."""
-        return self.path.with_name(f".{self.path.name}.journal")
 
 
 def open_whole_model(location: str | Path) -> ModelFiles:
@@ -129,7 +112,7 @@ def write_slice(
     plan = plan_slice(files, segments)
     target = Target(output)
     supply = supply_of(plan.job) if supply_of else own_supply(files, plan.job)
-    with _prepared(target, plan.job, files, supply) as journal:
+    with begin_target(target, plan.job, files, supply) as journal:
         copied = copy_units(plan.job, supply, target.partial, journal, on_progress)
         header = hashlib.sha256(plan.job.header).hexdigest()
         manifest = Manifest(
@@ -188,7 +171,7 @@ def write_backbone(
     targets = [Target(path) for path in backbone_paths(output, len(jobs))]
     with contextlib.ExitStack() as stack:
         journals = [
-            stack.enter_context(_prepared(target, job, files, supply))
+            stack.enter_context(begin_target(target, job, files, supply))
             for target, job, supply in zip(targets, jobs, supplies, strict=True)
         ]
         # All parts are renamed together at the end, so that the same command can go on with them.
@@ -205,6 +188,26 @@ def write_backbone(
             )
             written.append(result.model_copy(update={"notes": notes}))
     return written
+
+
+def write_copy(files: ModelFiles, output: Path, on_progress: Progress) -> list[Path]:
+    """Copy all files of a model, and go on with copies that were begun; those that are there stay.
+
+    Raises:
+        LinkcppError: as ``write_slice``.
+    """
+    paths = backbone_paths(output, len(files.sources))
+    for file, (path, source) in enumerate(zip(paths, files.sources, strict=True)):
+        if path.exists():
+            on_progress(source.size_bytes)
+            continue
+        target, job = Target(path), plan_copy(file, source.size_bytes)
+        supply = own_supply(files, job)
+        with begin_target(target, job, files, supply) as journal:
+            copy_units(job, supply, target.partial, journal, on_progress)
+            take_name(target)
+            journal.remove()
+    return paths
 
 
 def _backbone_manifest(files: ModelFiles, name: str, job: CopyJob, copied: Copied) -> Manifest:
@@ -232,42 +235,13 @@ def holes_notes(
     )
 
 
-def _prepared(target: Target, job: CopyJob, files: ModelFiles, supply: Supply) -> Journal:
-    path = target.path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise LinkcppError(f"{path} is a folder.", hint="Give the name of a file to write.")
-        if path.exists() and not path.is_file():
-            # A device or pipe would be replaced, such as /dev/null for root.
-            raise LinkcppError(f"{path} is no file.", hint="Give the name of a file to write.")
-    except OSError as error:
-        raise LinkcppError(
-            f"Cannot write {path}: {error.strerror}.", hint="Choose another folder."
-        ) from error
-    for source in files.sources:
-        if path.exists() and Path(source.name).exists() and path.samefile(source.name):
-            raise LinkcppError(f"{path} is the model itself.", hint="Choose another name.")
-    journal = Journal(target.journal, job_identity(job, files.sources, supply.promised))
-    if journal.is_new:
-        # Bytes of another job would stay in the holes and between the tensors.
-        target.partial.unlink(missing_ok=True)
-    return journal
-
-
 def _finish(
     target: Target, journal: Journal, manifest: Manifest, copied: Copied, source_bytes: int
 ) -> WrittenFile:
     path = target.path
     # First, so that no file is ever without its manifest.
     write_atomically(manifest_path(path), manifest.model_dump_json() + "\n")
-    try:
-        target.partial.replace(path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise LinkcppError(
-            f"Cannot write {path}: {error.strerror}.", hint="Choose another name."
-        ) from error
+    take_name(target)
     journal.remove()
     return WrittenFile(
         kind=manifest.kind,
@@ -280,14 +254,6 @@ def _finish(
         source_bytes=source_bytes,
         allocated_bytes=path.stat().st_blocks * 512,
     )
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_bytes(files: ModelFiles, supplies: Iterable[Supply]) -> int:
