@@ -58,21 +58,6 @@ class Discovery(Record):
         return Cluster(coordinator=self.coordinator, nodes=others)
 
 
-async def find_cluster(
-    engine: Engine | None,
-    *,
-    urls: Collection[str] = (),
-    use_mdns: bool = True,
-    timeout_seconds: float = DISCOVER_SECONDS,
-    on_change: OnChange | None = None,
-) -> Cluster:
-    """Find what a plan or a launch may use; see ``find_nodes``."""
-    found = await find_nodes(
-        engine, urls=urls, use_mdns=use_mdns, timeout_seconds=timeout_seconds, on_change=on_change
-    )
-    return found.cluster
-
-
 async def find_nodes(
     engine: Engine | None,
     *,

@@ -148,7 +148,7 @@ class Attempt:
             self._journal.emit(PhaseEntered(Phase.FINDING_NODES))
         found = await find_nodes(
             self._plan,
-            token=self._surroundings.token,
+            reach=self._surroundings.reach,
             more_urls=self._request.node_urls,
             discover=self._surroundings.discover_urls,
         )

@@ -10,6 +10,7 @@ from linkcpp.cluster.records import NodeId, NodeRecord
 from linkcpp.launch.decisions import remote_nodes
 from linkcpp.launch.failing import StepRefusedError
 from linkcpp.node.client import NodeClient, NodeError, WrongTokenError
+from linkcpp.node.reaching import Reach
 from linkcpp.planning.records import Plan
 
 # A busy node may take its time, a dead one must not hold everybody up.
@@ -29,7 +30,7 @@ class FoundNode:
 
 
 async def find_nodes(
-    plan: Plan, *, token: str, more_urls: Iterable[str], discover: Discover
+    plan: Plan, *, reach: Reach, more_urls: Iterable[str], discover: Discover
 ) -> dict[NodeId, FoundNode]:
     """Find every node that holds a stage, whatever its address is now.
 
@@ -43,7 +44,7 @@ async def find_nodes(
     if not wanted:
         return {}
     known = [url for node in wanted for url in plan.node_urls.get(node, ())]
-    search = _Search(wanted, token)
+    search = _Search(wanted, reach)
     try:
         await search.ask([*known, *more_urls])
         if search.missing:
@@ -57,7 +58,7 @@ async def find_nodes(
 
 
 async def find_node(
-    node_id: NodeId, name: str, *, token: str, urls: Iterable[str], discover: Discover
+    node_id: NodeId, name: str, *, reach: Reach, urls: Iterable[str], discover: Discover
 ) -> FoundNode:
     """Find one node by its id, at the addresses given or else at those that ``discover`` gives.
 
@@ -66,7 +67,7 @@ async def find_node(
     Raises:
         StepRefusedError: it cannot be found, or has another token.
     """
-    search = _Search({node_id: name}, token)
+    search = _Search({node_id: name}, reach)
     try:
         await search.ask(urls)
         if search.missing:
@@ -81,9 +82,9 @@ async def find_node(
 class _Search:
     """Asks addresses who is there, each once."""
 
-    def __init__(self, wanted: dict[NodeId, str], token: str) -> None:
+    def __init__(self, wanted: dict[NodeId, str], reach: Reach) -> None:
         self._wanted = wanted
-        self._token = token
+        self._reach = reach
         self._asked: set[str] = set()
         self._rejections: list[WrongTokenError] = []
         self.found: dict[NodeId, FoundNode] = {}
@@ -98,7 +99,13 @@ class _Search:
         await asyncio.gather(*(self._ask(url) for url in fresh))
 
     async def _ask(self, url: str) -> None:
-        client = NodeClient(url, self._token, timeout_seconds=CALL_SECONDS)
+        try:
+            client = await self._reach.open(url, timeout_seconds=CALL_SECONDS)
+        except WrongTokenError as error:
+            self._rejections.append(error)
+            return
+        except NodeError:
+            return
         try:
             record = await client.node()
             asked_at = time.perf_counter()

@@ -1,16 +1,17 @@
 """What the programs of a deployment said: its own log files, and those on the nodes."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from linkcpp.cluster.token import load_token
 from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.experts.records import WorkerState
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.records import StageState
 from linkcpp.node.client import NodeClient, NodeRefusedError
+from linkcpp.node.reaching import Reach
 
 FOLLOW_SECONDS = 0.5
 NODE_SECONDS = 5.0
@@ -87,7 +88,10 @@ async def remote_tail(program: Remote, lines: int) -> LogPart:
     if program.url is None:
         return LogPart(source, ("(it was not started)",))
     try:
-        async with NodeClient(program.url, load_token(), timeout_seconds=NODE_SECONDS) as client:
+        async with (
+            contextlib.aclosing(Reach()) as reach,
+            await reach.open(program.url, timeout_seconds=NODE_SECONDS) as client,
+        ):
             text = await _fetch(client, program, lines)
     except NodeRefusedError as error:
         is_gone = error.code in ("unknown_server", "unknown_worker")

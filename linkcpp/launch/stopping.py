@@ -9,13 +9,12 @@ from enum import StrEnum
 
 import psutil
 
-from linkcpp.cluster.token import load_token
 from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.events import EngineStopped, PhaseEntered, apply
 from linkcpp.launch.experts.records import WorkerState
 from linkcpp.launch.folder import DeploymentFolder, is_alive
 from linkcpp.launch.records import DeploymentState, Phase, ProcessIdentity
-from linkcpp.node.client import NodeClient
+from linkcpp.node.reaching import Reach
 
 # A supervisor gives llama-server ten seconds and each node as many.
 PATIENCE_SECONDS = 45.0
@@ -101,27 +100,26 @@ async def _clean_up(state: DeploymentState) -> None:
         )
         if alive:
             _signal(llama_server, signal.SIGKILL)
-    with contextlib.suppress(LinkcppError):
-        token = load_token()
-        workers = state.experts.workers if state.experts else ()
+    workers = state.experts.workers if state.experts else ()
+    async with contextlib.aclosing(Reach()) as reach:
         await asyncio.gather(
-            *(_delete(state, index, token) for index in range(len(state.stages))),
-            *(_delete_worker(worker, token) for worker in workers),
+            *(_delete(state, index, reach) for index in range(len(state.stages))),
+            *(_delete_worker(worker, reach) for worker in workers),
         )
 
 
-async def _delete(state: DeploymentState, index: int, token: str) -> None:
+async def _delete(state: DeploymentState, index: int, reach: Reach) -> None:
     stage = state.stages[index]
     if stage.url is None or stage.server_id is None:
         return
     with contextlib.suppress(LinkcppError):
-        async with NodeClient(stage.url, token, timeout_seconds=NODE_SECONDS) as client:
+        async with await reach.open(stage.url, timeout_seconds=NODE_SECONDS) as client:
             await client.delete(stage.server_id)
 
 
-async def _delete_worker(worker: WorkerState, token: str) -> None:
+async def _delete_worker(worker: WorkerState, reach: Reach) -> None:
     if worker.url is None or worker.worker_id is None:
         return
     with contextlib.suppress(LinkcppError):
-        async with NodeClient(worker.url, token, timeout_seconds=NODE_SECONDS) as client:
+        async with await reach.open(worker.url, timeout_seconds=NODE_SECONDS) as client:
             await client.delete_worker(worker.worker_id)

@@ -7,6 +7,7 @@ end with their links and leases.
 """
 
 import asyncio
+import contextlib
 import logging
 import logging.handlers
 import os
@@ -54,8 +55,8 @@ async def supervise(folder: DeploymentFolder) -> DeploymentState:
         journal.emit(SupervisorStarted(supervisor))
     async with journal.keeping():
         try:
-            surroundings = Surroundings(folder, request)
-            await _Supervision(folder, surroundings, journal).run()
+            async with contextlib.aclosing(Surroundings(folder, request)) as surroundings:
+                await _Supervision(folder, surroundings, journal).run()
         except asyncio.CancelledError:
             journal.emit(PhaseEntered(Phase.STOPPED))
         except LinkcppError as error:

@@ -2,15 +2,13 @@
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from linkcpp.cluster.config import load_config
-from linkcpp.cluster.discovery import DISCOVER_SECONDS, find_cluster, mdns_source
+from linkcpp.cluster.discovery import DISCOVER_SECONDS, mdns_source
 from linkcpp.cluster.findings import compare_engines
 from linkcpp.cluster.identity import load_identity
-from linkcpp.cluster.records import Cluster, NodeId, NodeRecord, NodeStatus
-from linkcpp.cluster.token import load_token
+from linkcpp.cluster.records import Cluster, NodeId, NodeRecord
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.engine.check import choose_engine
@@ -22,9 +20,12 @@ from linkcpp.launch.records import LaunchRequest
 from linkcpp.launch.rendering import llama_server_command
 from linkcpp.model.inventory import read_inventory
 from linkcpp.model.records import ModelInventory
+from linkcpp.node.reaching import Reach
 from linkcpp.planning.documents import check_plan_model
+from linkcpp.planning.offers import is_usable
 from linkcpp.planning.records import Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
+from linkcpp.registry.discovering import find_everywhere
 
 
 class Surroundings:
@@ -35,11 +36,11 @@ class Surroundings:
         self._folder = folder
         self._engine: Engine | None = None
         self._model_path = request.model_path
+        self.reach = Reach()
 
-    @functools.cached_property
-    def token(self) -> str:
-        """The cluster token (needed, and so asked for, only where there are nodes)."""
-        return load_token()
+    async def aclose(self) -> None:
+        """Close the edges to nodes of hubs."""
+        await self.reach.aclose()
 
     async def check_model(self, plan: Plan) -> None:
         """Hold the model file against the plan.
@@ -88,11 +89,13 @@ class Surroundings:
 
     async def _cluster(self) -> Cluster:
         plan_urls = [url for urls in self.request.plan.node_urls.values() for url in urls]
-        return await find_cluster(
+        found = await find_everywhere(
             await self.engine(),
+            hub_urls=(),
             urls=list(dict.fromkeys([*plan_urls, *self.request.node_urls])),
             use_mdns=self.request.use_mdns,
         )
+        return found.cluster
 
     async def plan_without(self, excluded: frozenset[NodeId]) -> Plan:
         """Plan the same model with the same options over the plan's nodes that still answer.
@@ -190,7 +193,7 @@ def remaining_cluster(plan: Plan, cluster: Cluster, excluded: Iterable[NodeId]) 
     nodes = tuple(
         node
         for node in cluster.nodes
-        if node.status is NodeStatus.READY
+        if is_usable(node.status, plan.mode)
         and node.record is not None
         and node.record.node_id in allowed
     )

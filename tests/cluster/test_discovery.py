@@ -15,7 +15,6 @@ from linkcpp.cluster.discovery import (
     Discovery,
     Source,
     discover,
-    find_cluster,
     find_nodes,
     known_source,
     url_source,
@@ -238,7 +237,7 @@ async def test_the_settings_name_nodes_and_switch_mdns_off() -> None:
     async with served(Peer(node_record())) as url, advertised(Peer(node_record("x", "unseen"))):
         config_path().parent.mkdir(parents=True, exist_ok=True)
         config_path().write_text(f'nodes = ["{url}"]\nmdns = false\nname = "desk"\n')
-        cluster = await find_cluster(None)
+        cluster = (await find_nodes(None)).cluster
     assert [node.found_by for node in cluster.nodes] == ["config"]
     assert cluster.coordinator.name == "desk"
 

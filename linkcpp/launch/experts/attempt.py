@@ -179,7 +179,7 @@ class ExpertsAttempt(Attempt):
         return await find_node(
             share.node_id,
             share.node_name,
-            token=self._surroundings.token,
+            reach=self._surroundings.reach,
             urls=known,
             discover=lambda: self._surroundings.advertised_urls(share.node_id),
         )
