@@ -108,10 +108,12 @@ class Hub:
                 _log.warning("edges are not looked after: %s", problem)
 
 
-async def open_hub(data: Path, database_url: str | None = None) -> Hub:
+async def open_hub(
+    data: Path, database_url: str | None = None, *, clock: Callable[[], float] = time.time
+) -> Hub:
     """Open the hub of a data folder.
 
     Raises:
         LinkcppError: its database or its secrets cannot be used.
     """
-    return Hub(data, await asyncio.to_thread(open_database, database_url, data))
+    return Hub(data, await asyncio.to_thread(open_database, database_url, data), clock=clock)

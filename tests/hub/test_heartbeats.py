@@ -1,0 +1,77 @@
+"""Heartbeats: who is there, and what a node learns by them."""
+
+import pytest
+
+from linkcpp.hub.presence import is_gateway_online, presence
+from linkcpp.registry.records import Heartbeat, Presence, Role
+from tests.hub.hubs import RunningHub, node_state
+
+
+@pytest.mark.parametrize(
+    ("silent_seconds", "expected"),
+    [
+        (0, Presence.ONLINE),
+        (39.9, Presence.ONLINE),
+        (40, Presence.STALE),
+        (109.9, Presence.STALE),
+        (110, Presence.GONE),
+        (-5, Presence.ONLINE),
+    ],
+)
+def test_a_node_is_stale_after_three_missed_heartbeats_and_gone_after_ten(
+    silent_seconds: float, expected: Presence
+) -> None:
+    assert presence(1000.0, 1000.0 + silent_seconds) is expected
+
+
+def test_a_machine_that_never_told_of_itself_is_gone() -> None:
+    assert presence(None, 1000.0) is Presence.GONE
+
+
+def test_a_gateway_is_online_until_it_missed_three_heartbeats() -> None:
+    assert is_gateway_online(100.0, 107.9)
+    assert not is_gateway_online(100.0, 108.0)
+
+
+async def test_a_node_that_tells_of_itself_is_listed_online_with_what_it_told(
+    hub: RunningHub,
+) -> None:
+    node = await hub.online_node("attic", direct_urls=("ws://10.0.0.5:8716/v1/edge",))
+    backbone = await hub.machine(Role.BACKBONE, name="desk")
+    listed = {one.node_id: one for one in (await backbone.client.nodes()).nodes}
+    attic = listed[node.node_id]
+    assert attic.presence is Presence.ONLINE
+    assert attic.edge_key == node.keys.edge_public
+    assert attic.state == node_state(node, direct_urls=("ws://10.0.0.5:8716/v1/edge",))
+    assert listed[backbone.node_id].last_seen is None
+    assert await backbone.client.node(node.node_id) == attic
+
+
+async def test_silence_makes_a_node_stale_then_gone_and_a_heartbeat_brings_it_back(
+    hub: RunningHub,
+) -> None:
+    node = await hub.online_node()
+    backbone = await hub.machine(Role.BACKBONE)
+    seen = []
+    for further_seconds in (41, 70):
+        hub.clock.offset += further_seconds
+        seen.append((await backbone.client.node(node.node_id)).presence)
+    await node.client.heartbeat(Heartbeat(sequence=1))
+    seen.append((await backbone.client.node(node.node_id)).presence)
+    assert seen == [Presence.STALE, Presence.GONE, Presence.ONLINE]
+
+
+async def test_the_hub_asks_for_the_state_until_it_has_it_and_keeps_it(hub: RunningHub) -> None:
+    node = await hub.machine(Role.NODE)
+    assert (await node.client.heartbeat(Heartbeat(sequence=0))).wants_state
+    state = node_state(node)
+    assert not (await node.client.heartbeat(Heartbeat(sequence=1, state=state))).wants_state
+    assert not (await node.client.heartbeat(Heartbeat(sequence=2))).wants_state
+    backbone = await hub.machine(Role.BACKBONE)
+    assert (await backbone.client.node(node.node_id)).state == state
+
+
+async def test_edges_that_the_hub_does_not_know_are_to_be_closed(hub: RunningHub) -> None:
+    node = await hub.online_node()
+    answer = await node.client.heartbeat(Heartbeat(sequence=1, edges=("0" * 32,)))
+    assert answer.close_edges == ("0" * 32,)
