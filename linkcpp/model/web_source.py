@@ -26,6 +26,8 @@ PATIENCE_SECONDS = 60.0
 SLOWEST_BYTES_PER_SECOND = 50_000
 # Waited before trying again, as long as nothing arrives in between.
 RETRY_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+# A hub is waited for while it is started again.
+HUB_RETRY_PAUSES_SECONDS = (*RETRY_PAUSES_SECONDS, *(10.0,) * 10)
 # A server that says when to come again is asked for so long, as nothing is wrong with it.
 BUSY_PATIENCE_SECONDS = 1800.0
 _LONGEST_PAUSE_SECONDS = 30.0
@@ -129,9 +131,10 @@ class WebSource:
                 # Not all who were sent away at once should come again at once.
                 time.sleep(error.pause_seconds * random.uniform(0.5, 1.5))  # noqa: S311
             except _PassingError:
-                if failures == len(RETRY_PAUSES_SECONDS) or time.monotonic() > deadline:
+                pauses = HUB_RETRY_PAUSES_SECONDS if self._bearer else RETRY_PAUSES_SECONDS
+                if failures == len(pauses) or time.monotonic() > deadline:
                     raise
-                time.sleep(RETRY_PAUSES_SECONDS[failures])
+                time.sleep(pauses[failures])
                 failures += 1
 
     def close(self) -> None:

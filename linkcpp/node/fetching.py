@@ -6,6 +6,8 @@ does not answer any more can be left at once. It prints one ``FetchNews`` a line
 
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -14,19 +16,31 @@ from linkcpp.common.records import Record, WireRecord
 from linkcpp.common.units import format_bytes
 from linkcpp.model.parts import ModelFiles
 from linkcpp.model.slices.layout import plan_slice
-from linkcpp.model.slices.segments import SegmentRequest
-from linkcpp.model.slices.writing import choose_segments, open_whole_model, write_slice
+from linkcpp.model.slices.segments import SegmentRequest, merge_segments
+from linkcpp.model.slices.writing import (
+    SupplyOf,
+    choose_segments,
+    open_whole_model,
+    write_slice,
+)
 from linkcpp.node.records import SliceRequest
+from linkcpp.registry.hub_model import HubAccess, HubModel
+from linkcpp.registry.secret_file import read_secret
 
 _NEWS_SECONDS = 0.2
 
 
 class FetchConfig(Record):
-    """What to fetch, the file to write, and how large that may be."""
+    """What to fetch, the file to write, and how large that may be.
+
+    For a hub's model also its address, and the file that has the node's token, always a fresh one.
+    """
 
     request: SliceRequest
     output: Path
     most_bytes: int
+    hub_url: str | None = None
+    token_path: Path | None = None
 
 
 class FetchNews(WireRecord):
@@ -42,8 +56,10 @@ class FetchNews(WireRecord):
 class _Reporter:
     """Counts what was written, from any thread, and prints news now and then while it is open."""
 
-    def __init__(self, files: ModelFiles, file_bytes: int, header_bytes: int) -> None:
-        self._files = files
+    def __init__(
+        self, transferred_bytes: Callable[[], int], file_bytes: int, header_bytes: int
+    ) -> None:
+        self._transferred_bytes = transferred_bytes
         self._file_bytes = file_bytes
         self._received_bytes = header_bytes
         self._lock = threading.Lock()
@@ -68,7 +84,7 @@ class _Reporter:
         return FetchNews(
             file_bytes=self._file_bytes,
             received_bytes=self._received_bytes,
-            transferred_bytes=sum(source.bytes_read for source in self._files.sources),
+            transferred_bytes=self._transferred_bytes(),
         )
 
     def _run(self) -> None:
@@ -87,28 +103,52 @@ def fetch(config: FetchConfig) -> None:
         LinkcppError: the model cannot be read, is another one, or the slice is too large.
     """
     wanted = config.request
-    with open_whole_model(wanted.url) as files:
-        if files.digest != wanted.model_digest:
-            raise LinkcppError(
-                "What is at the address is another model than the one that was asked for.",
-                hint="Inspect it, and plan with that.",
-            )
-        requests = [
-            SegmentRequest(((entry.layer, entry.layer),), ((entry.first, entry.last),))
-            for entry in wanted.segments
-        ]
-        segments = choose_segments(files, requests)
-        job = plan_slice(files, segments).job
-        if job.file_bytes > config.most_bytes:
-            raise LinkcppError(
-                f"The slice takes {format_bytes(job.file_bytes)}, but the node has "
-                f"{format_bytes(config.most_bytes)} left for slices.",
-                hint="Delete slices there, raise the owner's limit (`linkcpp node --slices`), or "
-                "ask for fewer experts.",
-            )
-        with _Reporter(files, job.file_bytes, len(job.header)) as reporter:
-            write_slice(files, segments, config.output, reporter.add)
-        _print(reporter.news().model_copy(update={"is_done": True}))
+    if wanted.hub_model is None or config.hub_url is None:
+        assert wanted.url is not None  # noqa: S101 - the request names one of both
+        with open_whole_model(wanted.url) as files:
+            _write(config, files, lambda: sum(source.bytes_read for source in files.sources), None)
+        return
+    access = HubAccess(config.hub_url, partial(_token, config))
+    cache = config.output.parent
+    with HubModel(access, wanted.hub_model, url=wanted.url, cache=cache) as model:
+        supply_of = model.slice_supply(merge_segments(wanted.segments))
+        _write(config, model.files, lambda: model.transferred_bytes, supply_of)
+        model.forget()
+
+
+def _token(config: FetchConfig) -> str:
+    assert config.token_path is not None  # noqa: S101 - there is one where there is a hub
+    return read_secret(config.token_path, "this node's token for the hub")
+
+
+def _write(
+    config: FetchConfig,
+    files: ModelFiles,
+    transferred_bytes: Callable[[], int],
+    supply_of: SupplyOf | None,
+) -> None:
+    wanted = config.request
+    if files.digest != wanted.model_digest:
+        raise LinkcppError(
+            "What is at the address is another model than the one that was asked for.",
+            hint="Inspect it, and plan with that.",
+        )
+    requests = [
+        SegmentRequest(((entry.layer, entry.layer),), ((entry.first, entry.last),))
+        for entry in wanted.segments
+    ]
+    segments = choose_segments(files, requests)
+    job = plan_slice(files, segments).job
+    if job.file_bytes > config.most_bytes:
+        raise LinkcppError(
+            f"The slice takes {format_bytes(job.file_bytes)}, but the node has "
+            f"{format_bytes(config.most_bytes)} left for slices.",
+            hint="Delete slices there, raise the owner's limit (`linkcpp node --slices`), or "
+            "ask for fewer experts.",
+        )
+    with _Reporter(transferred_bytes, job.file_bytes, len(job.header)) as reporter:
+        write_slice(files, segments, config.output, reporter.add, supply_of)
+    _print(reporter.news().model_copy(update={"is_done": True}))
 
 
 def _print(news: FetchNews) -> None:

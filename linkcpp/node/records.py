@@ -51,7 +51,8 @@ be at most ``BRIDGE_WINDOW_BYTES`` ahead of it. ``docs/wire.md`` has the rules a
 Slices. An id follows from the model and the segments (``linkcpp.node.slice_files.slice_id``), so
 the same slice has the same id on every node. A node gets a slice in one of two ways. It fetches it:
 ``POST /v1/slices`` names the model's URL, and the node asks that server for the header and the
-wanted slabs only. Or it is sent it: first the manifest, then the file's bytes from
+wanted slabs only; or it names a model of the hub that the node joined, whose hashes all slabs are
+then held to. Or it is sent it: first the manifest, then the file's bytes from
 ``received_bytes`` on, in as many calls as one likes; every slab is hashed as it comes, and one with
 another hash is refused and dropped. Both go on after an interruption, also one of the agent.
 
@@ -61,12 +62,13 @@ up to eight bridges may be open to one worker.
 """
 
 from enum import IntEnum, StrEnum
-from typing import NewType
+from typing import NewType, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from linkcpp.common.records import Record, WireRecord
 from linkcpp.model.slices.segments import Segment
+from linkcpp.registry.models import ModelName
 
 ServerId = NewType("ServerId", str)
 SliceId = NewType("SliceId", str)
@@ -142,15 +144,26 @@ class ServerList(WireRecord):
 
 
 class SliceRequest(Record):
-    """Ask a node to fetch experts from a model on the web.
+    """Ask a node to fetch experts of a model on the web, or of the hub that the node joined.
 
-    ``model_digest`` is that of ``ModelInventory``; a model with another one is refused. What the
-    address holds of secrets (user, query) is shown to nobody.
+    With ``hub_model`` (what the hub calls it) every slab is held to the hub's hashes, and comes
+    from ``url`` first where there is one, else from the hub or from where the hub says that the
+    model lies. ``model_digest`` is that of ``ModelInventory``; a model with another one is refused.
+    What the address holds of secrets (user, query) is shown to nobody.
     """
 
-    url: str = Field(pattern=r"^https?://[^\s\x00-\x1f\x7f]+$", max_length=4096)
+    url: str | None = Field(
+        default=None, pattern=r"^https?://[^\s\x00-\x1f\x7f]+$", max_length=4096
+    )
+    hub_model: ModelName | None = None
     model_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     segments: tuple[Segment, ...] = Field(min_length=1, max_length=MOST_SEGMENTS)
+
+    @model_validator(mode="after")
+    def _names_a_place(self) -> Self:
+        if self.url is None and self.hub_model is None:
+            raise ValueError("names neither an address nor a model of the hub")
+        return self
 
 
 class SliceState(StrEnum):

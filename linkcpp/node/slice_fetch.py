@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Final, Protocol
 
 from pydantic import ValidationError
 
@@ -15,15 +16,31 @@ from linkcpp.engine.process_spec import ProcessSpec
 from linkcpp.model.web_source import TOKEN_VARIABLE
 from linkcpp.node.fetching import FetchConfig, FetchNews
 from linkcpp.node.records import SliceRequest
+from linkcpp.registry.secret_file import SECRET_MODE
+
+RENEW_SECONDS: Final = 10.0
+
+
+class HubTokens(Protocol):
+    """The hub that this node joined, and this node's token for it, which is renewed in time."""
+
+    url: str
+
+    async def token(self) -> str:
+        """Return a token that is valid for a while; raises ``LinkcppError``."""
+        ...
 
 
 class Fetch:
     """Fetches ``output`` once; what an earlier run left is used."""
 
-    def __init__(self, request: SliceRequest, output: Path, log_path: Path) -> None:
+    def __init__(
+        self, request: SliceRequest, output: Path, log_path: Path, hub: HubTokens | None
+    ) -> None:
         self._request = request
         self._output = output
         self._log_path = log_path
+        self._hub = hub if request.hub_model is not None else None
 
     async def run(self, most_bytes: int) -> AsyncIterator[FetchNews]:
         """Run the program and yield what it tells; it ends with the iteration.
@@ -31,10 +48,46 @@ class Fetch:
         Raises:
             LinkcppError: the slice was not fetched, and why.
         """
-        config = FetchConfig(request=self._request, output=self._output, most_bytes=most_bytes)
+        async with self._token_file() as token_path:
+            async for news in self._run(self._config(most_bytes, token_path)):
+                yield news
+
+    def _config(self, most_bytes: int, token_path: Path | None) -> FetchConfig:
+        if self._request.hub_model is not None and self._hub is None:
+            raise LinkcppError(
+                "The slice is to come from a hub, but this node joined none.",
+                hint="`linkcpp join URL --token …` joins one.",
+            )
+        return FetchConfig(
+            request=self._request,
+            output=self._output,
+            most_bytes=most_bytes,
+            hub_url=self._hub.url if self._hub else None,
+            token_path=token_path,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _token_file(self) -> AsyncIterator[Path | None]:
+        """Keep a file with the token of the day for as long as the program runs."""
+        if self._hub is None:
+            yield None
+            return
+        path = self._output.with_name("fetch-token")
+        token = await self._hub.token()
+        await asyncio.to_thread(write_atomically, path, token, mode=SECRET_MODE)
+        renewing = asyncio.create_task(_keep_fresh(self._hub, path, token))
+        try:
+            yield path
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    async def _run(self, config: FetchConfig) -> AsyncIterator[FetchNews]:
         path = self._output.with_name("fetch.json")
         # The address may hold secrets, which a command line would show to everybody.
-        await asyncio.to_thread(write_atomically, path, config.model_dump_json(), mode=0o600)
+        await asyncio.to_thread(write_atomically, path, config.model_dump_json(), mode=SECRET_MODE)
         spec = ProcessSpec(
             name="the fetching of a slice",
             argv=(sys.executable, "-P", "-m", "linkcpp.node.fetching", str(path)),
@@ -61,6 +114,16 @@ class Fetch:
             await process.stop()
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+async def _keep_fresh(hub: HubTokens, path: Path, token: str) -> None:
+    while True:
+        await asyncio.sleep(RENEW_SECONDS)
+        with contextlib.suppress(LinkcppError):  # the hub may come back; the old one may still do
+            fresh = await hub.token()
+            if fresh != token:
+                await asyncio.to_thread(write_atomically, path, fresh, mode=SECRET_MODE)
+                token = fresh
 
 
 def _parse(line: str) -> FetchNews | None:

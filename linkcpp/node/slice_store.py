@@ -15,7 +15,7 @@ from linkcpp.common.units import format_bytes
 from linkcpp.model.slices.manifest import Manifest, manifest_path, read_manifest
 from linkcpp.node.limits import RefusedError
 from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
-from linkcpp.node.slice_fetch import Fetch
+from linkcpp.node.slice_fetch import Fetch, HubTokens
 from linkcpp.node.slice_files import file_pieces, manifest_segments, slice_id
 from linkcpp.node.slice_receiver import Receiver
 from linkcpp.node.stored_slice import (
@@ -44,8 +44,10 @@ class SliceStore:
 
     ``limit_bytes`` is what the owner gives to slices, ``None`` all that the disk has but a reserve.
     What was unfinished when an agent ended goes on: a fetch by itself, an upload when it is asked
-    for.
+    for. ``hub`` is set where this node joined one.
     """
+
+    hub: HubTokens | None = None
 
     def __init__(self, folder: Path, *, limit_bytes: int | None, log_folder: Path) -> None:
         self._folder = folder
@@ -306,7 +308,8 @@ class SliceStore:
             if item.request is None:
                 raise RuntimeError("nothing tells what to fetch")
             item.state = SliceState.FETCHING
-            fetch = Fetch(item.request, item.path, self._log_folder / f"{item.slice_id}.log")
+            log_path = self._log_folder / f"{item.slice_id}.log"
+            fetch = Fetch(item.request, item.path, log_path, self.hub)
             before = item.transferred_bytes
             try:
                 async for news in fetch.run(self.offered_bytes() + item.received_bytes):
