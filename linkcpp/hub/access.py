@@ -4,6 +4,7 @@ Plain ASGI, so that a caller without a token reaches no parser of ours. What a r
 the routes to say (``linkcpp.hub.roles``).
 """
 
+import itertools
 import logging
 import math
 import secrets
@@ -116,6 +117,8 @@ class Access:
         self._metrics = metrics
         self._failures = failures
         self._open_calls = open_calls
+        self._run = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one, count it, and write its line in the log."""
@@ -123,7 +126,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         started = perf_counter()
-        request_id = secrets.token_hex(8)
+        request_id = f"{self._run}-{next(self._numbers):x}"
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
 

@@ -6,6 +6,7 @@ from fastapi import FastAPI, Request, WebSocket
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
 from linkcpp import __version__
 from linkcpp.common.access import RateLimit
@@ -14,6 +15,7 @@ from linkcpp.common.records import ErrorBody
 from linkcpp.hub.access import Access, TokenCheck
 from linkcpp.hub.description import describe
 from linkcpp.hub.edge_routes import add_edge_routes
+from linkcpp.hub.heartbeats import HeartbeatCall, invalid_request
 from linkcpp.hub.machine_routes import add_machine_routes
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.roles import METRICS_PATH, OPENAPI_PATH, Caller, allow, check_routes
@@ -26,7 +28,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}}
 
 def create_app(
     hub: Hub, *, failures: RateLimit | None = None, open_calls: RateLimit | None = None
-) -> FastAPI:
+) -> ASGIApp:
     """Build the ASGI application of a hub.
 
     ``failures`` limits calls without the right token, ``open_calls`` those that need none.
@@ -48,14 +50,13 @@ def create_app(
     _add_errors(app)
     check_routes(app.routes)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
-    app.add_middleware(
-        Access,
-        tokens=TokenCheck(hub.identity, hub.directory, hub.clock),
-        metrics=hub.metrics,
+    return Access(
+        HeartbeatCall(app, hub.registrar),
+        TokenCheck(hub.identity, hub.directory, hub.clock),
+        hub.metrics,
         failures=failures or RateLimit(),
         open_calls=open_calls or RateLimit(tries=30, seconds_per_try=0.5, most_addresses=65_536),
     )
-    return app
 
 
 def _add_own_routes(app: FastAPI, hub: Hub) -> None:
@@ -102,12 +103,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        parts = []
-        for problem in error.errors()[:5]:
-            place = ".".join(str(part) for part in problem["loc"][1:])
-            parts.append(f"{place or problem['loc'][0]}: {problem['msg']}")
-        body = ErrorBody(code="invalid_request", message=f"Invalid request: {'; '.join(parts)}.")
-        return JSONResponse(body.model_dump(), 422)
+        return JSONResponse(invalid_request(error).model_dump(), 422)
 
     @app.exception_handler(Exception)
     async def on_defect(_: Request, error: Exception) -> JSONResponse:

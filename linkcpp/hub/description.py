@@ -6,21 +6,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from linkcpp.hub.heartbeats import HEARTBEAT_PATH, HEARTBEAT_ROLES
 from linkcpp.hub.roles import OPEN_PATHS, allowed_roles
+from linkcpp.registry.records import Heartbeat, HeartbeatAnswer
 
 _SCHEMAS = "#/components/schemas/"
-_BODIES = "x-linkcpp-schemas"
-
-
-def body_of(record: type[BaseModel]) -> dict[str, Any]:
-    """Describe the body of a route that reads it itself (``openapi_extra``)."""
-    schema = record.model_json_schema(ref_template=_SCHEMAS + "{model}")
-    definitions = schema.pop("$defs", {})
-    reference = {"$ref": _SCHEMAS + record.__name__}
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
-        _BODIES: {**definitions, record.__name__: schema},
-    }
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
@@ -40,7 +30,6 @@ def describe(app: FastAPI) -> dict[str, Any]:
     }
     for path, item in schema["paths"].items():
         for method, operation in item.items():
-            components["schemas"].update(operation.pop(_BODIES, {}))
             if path in OPEN_PATHS:
                 operation["security"] = []
             else:
@@ -53,6 +42,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
             "responses": {"101": {"description": "Text messages, each a HubEvent"}},
         }
     }
+    schema["paths"][HEARTBEAT_PATH] = {"post": _describe_heartbeat(components["schemas"])}
     refused = {
         "description": "Refused, with the reason and the way out",
         "content": {"application/json": {"schema": {"$ref": _SCHEMAS + "ErrorBody"}}},
@@ -63,3 +53,22 @@ def describe(app: FastAPI) -> dict[str, Any]:
             operation["responses"]["4XX"] = refused
     app.openapi_schema = schema
     return schema
+
+
+def _describe_heartbeat(schemas: dict[str, Any]) -> dict[str, Any]:
+    for record in (Heartbeat, HeartbeatAnswer):
+        described = record.model_json_schema(ref_template=_SCHEMAS + "{model}")
+        schemas.update(described.pop("$defs", {}))
+        schemas[record.__name__] = described
+
+    def content(record: type[BaseModel]) -> dict[str, Any]:
+        return {"application/json": {"schema": {"$ref": _SCHEMAS + record.__name__}}}
+
+    return {
+        "tags": ["machines"],
+        "summary": "Tell that this node is alive; durable when answered",
+        "operationId": "heartbeat",
+        "x-roles": [role.value for role in HEARTBEAT_ROLES],
+        "requestBody": {"required": True, "content": content(Heartbeat)},
+        "responses": {"200": {"description": "Noted", "content": content(HeartbeatAnswer)}},
+    }

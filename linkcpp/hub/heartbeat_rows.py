@@ -16,10 +16,6 @@ class HeartbeatRow(NamedTuple):
     sequence: int
     state: str | None
 
-    def after(self, earlier: "HeartbeatRow") -> "HeartbeatRow":
-        """Return this heartbeat with the state of an earlier one where it has none itself."""
-        return self if self.state is not None else self._replace(state=earlier.state)
-
 
 _SEEN = (
     update(MACHINES)

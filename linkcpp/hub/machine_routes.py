@@ -1,21 +1,16 @@
-"""Calls about machines: health, joining, new tokens, heartbeats, lists, revocation."""
+"""Calls about machines: health, joining, new tokens, lists, revocation."""
 
 from typing import Annotated
 
-from fastapi import FastAPI, Path, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI, Path
 from fastapi.responses import Response
-from pydantic import ValidationError
 
 from linkcpp import __version__
-from linkcpp.hub.description import body_of
 from linkcpp.hub.machines import node_json, nodes_json
-from linkcpp.hub.roles import HEALTH_PATH, Caller, allow
+from linkcpp.hub.roles import HEALTH_PATH, allow
 from linkcpp.hub.service import Hub
 from linkcpp.registry.fields import UUID_PATTERN
 from linkcpp.registry.records import (
-    Heartbeat,
-    HeartbeatAnswer,
     HubHealth,
     JoinAnswer,
     JoinRequest,
@@ -33,7 +28,6 @@ _JSON = "application/json"
 def add_machine_routes(app: FastAPI, hub: Hub) -> None:
     """Add them."""
     _add_joining(app, hub)
-    _add_heartbeat(app, hub)
 
     @app.get(
         "/v1/nodes",
@@ -88,22 +82,3 @@ def _add_joining(app: FastAPI, hub: Hub) -> None:
     @app.post("/v1/tokens", tags=["machines"], summary="Exchange a proof for a new token")
     async def renew(request: RenewRequest) -> NodeToken:
         return hub.registrar.renew(request)
-
-
-def _add_heartbeat(app: FastAPI, hub: Hub) -> None:
-    # A thousand of these come a second: the body is read in one step, the answer written in one.
-    @app.post(
-        "/v1/heartbeat",
-        tags=["machines"],
-        summary="Tell that this node is alive; durable when answered",
-        response_model=HeartbeatAnswer,
-        openapi_extra=body_of(Heartbeat),
-    )
-    async def heartbeat(request: Request, caller: Annotated[Caller, allow(Role.NODE)]) -> Response:
-        try:
-            body = Heartbeat.model_validate_json(await request.body())
-        except ValidationError as error:
-            problems = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-            raise RequestValidationError(problems) from None
-        answer = await hub.registrar.heartbeat(caller.node_id, body)
-        return Response(answer.model_dump_json(), media_type=_JSON)

@@ -34,14 +34,21 @@ class Caller(NamedTuple):
 class Allowed:
     """Refuses callers of other roles."""
 
-    def __init__(self, roles: tuple[Role, ...], *, metrics: bool) -> None:
+    def __init__(self, roles: tuple[Role, ...], *, metrics: bool = False) -> None:
         self.roles = roles
         self._metrics = metrics
 
     # Asynchronous, though it waits for nothing: FastAPI would start a thread for it otherwise.
     async def __call__(self, connection: HTTPConnection) -> Caller:
         """Return the caller."""
-        caller: Caller = connection.state.caller
+        return self.check(connection.state.caller)
+
+    def check(self, caller: Caller) -> Caller:
+        """Return the caller, if it may call.
+
+        Raises:
+            HubProblem: it may not.
+        """
         if caller.role in self.roles or (self._metrics and caller.role is None):
             return caller
         raise HubProblem(

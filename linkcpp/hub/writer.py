@@ -7,6 +7,7 @@ commits.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
@@ -15,11 +16,15 @@ from typing import Any, NamedTuple, TypeVar
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
+from linkcpp.hub.database import describe_error
 from linkcpp.hub.heartbeat_rows import HeartbeatRow, write_heartbeats
 from linkcpp.hub.problems import HubProblem
 
 _T = TypeVar("_T")
 _MOST_WAITING = 50_000
+_GATHER_SECONDS = 0.02
+
+_log = logging.getLogger(__name__)
 
 
 class BatchReport(NamedTuple):
@@ -34,6 +39,11 @@ class _Job(NamedTuple):
     done: asyncio.Future[Any]
 
 
+class _Beat(NamedTuple):
+    row: HeartbeatRow
+    done: asyncio.Future[None]
+
+
 class Writer:
     """The one writer of a database."""
 
@@ -41,9 +51,9 @@ class Writer:
         self._engine = engine
         self._report = report
         self._jobs: list[_Job] = []
-        self._heartbeats: dict[str, HeartbeatRow] = {}
-        self._heartbeats_done: asyncio.Future[None] | None = None
+        self._beats: list[_Beat] = []
         self._wake = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hub-writer")
         self._task = asyncio.create_task(self._run())
 
@@ -59,6 +69,7 @@ class Writer:
         done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._jobs.append(_Job(work, done))
         self._wake.set()
+        self._hurry.set()
         return await done
 
     async def heartbeat(self, row: HeartbeatRow) -> None:
@@ -68,13 +79,10 @@ class Writer:
             HubProblem: the database cannot be written to now.
         """
         self._check_room()
-        earlier = self._heartbeats.get(row.node_id)
-        self._heartbeats[row.node_id] = row.after(earlier) if earlier else row
-        if self._heartbeats_done is None:
-            self._heartbeats_done = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._beats.append(_Beat(row, done))
         self._wake.set()
-        # Many wait for one future: the end of one of them must not end it for the others.
-        await asyncio.shield(self._heartbeats_done)
+        await done
 
     async def aclose(self) -> None:
         """Write what waits, and end."""
@@ -85,31 +93,39 @@ class Writer:
         self._thread.shutdown()
 
     def _check_room(self) -> None:
-        if len(self._jobs) + len(self._heartbeats) >= _MOST_WAITING:
+        if len(self._jobs) + len(self._beats) >= _MOST_WAITING:
             raise HubProblem(503, "busy", "The hub's database does not keep up.")
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()
+            # Heartbeats may wait a moment for others: one commit then does for all of them.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), _GATHER_SECONDS)
             self._wake.clear()
+            self._hurry.clear()
             jobs, self._jobs = self._jobs, []
-            rows, self._heartbeats = list(self._heartbeats.values()), {}
-            beaten, self._heartbeats_done = self._heartbeats_done, None
-            started = perf_counter()
-            try:
-                results = await loop.run_in_executor(self._thread, self._commit, jobs, rows)
-            except SQLAlchemyError:
-                problem = HubProblem(503, "database", "The hub's database does not answer.")
-                results = [problem] * len(jobs)
-                _finish(beaten, problem)
-            except asyncio.CancelledError:
-                raise
-            else:
-                self._report(BatchReport(len(jobs) + len(rows), perf_counter() - started))
-                _finish(beaten, None)
-            for job, result in zip(jobs, results, strict=True):
-                _finish(job.done, result)
+            beats, self._beats = self._beats, []
+            await self._write_batch(jobs, beats)
+
+    async def _write_batch(self, jobs: Sequence[_Job], beats: Sequence[_Beat]) -> None:
+        started = perf_counter()
+        rows = [beat.row for beat in beats]
+        loop = asyncio.get_running_loop()
+        results: list[Any]
+        noted: HubProblem | None = None
+        try:
+            results = await loop.run_in_executor(self._thread, self._commit, jobs, rows)
+        except SQLAlchemyError as error:
+            _log.warning("the database cannot be written to: %s", describe_error(error))
+            noted = HubProblem(503, "database", "The hub's database does not answer.")
+            results = [noted] * len(jobs)
+        else:
+            self._report(BatchReport(len(jobs) + len(rows), perf_counter() - started))
+        for job, result in zip(jobs, results, strict=True):
+            _finish(job.done, result)
+        for beat in beats:
+            _finish(beat.done, noted)
 
     def _commit(self, jobs: Sequence[_Job], rows: Sequence[HeartbeatRow]) -> list[Any]:
         results: list[Any] = []
@@ -129,8 +145,8 @@ class Writer:
         return results
 
 
-def _finish(done: "asyncio.Future[Any] | None", result: Any) -> None:
-    if done is None or done.done():
+def _finish(done: asyncio.Future[Any], result: Any) -> None:
+    if done.done():
         return
     if isinstance(result, Exception):
         done.set_exception(result)
