@@ -18,7 +18,6 @@ class RecordType(IntEnum):
     ACK = 3
     PING = 4
     PONG = 5
-    CLOSE = 6
 
 
 class FrameType(IntEnum):
@@ -51,3 +50,22 @@ class EdgeLimits(NamedTuple):
     window_bytes: int = 2 * 2**20
     unacknowledged_bytes: int = 8 * 2**20
     control_frames: int = 4096
+
+
+class EdgeTimes(NamedTuple):
+    """When an edge asks itself whether its path is alive and whether there is a better one.
+
+    All in seconds. A path from which nothing came for ``dead`` is given up; ``head_start`` is what
+    a direct path has before the relay is tried too; retries pause from ``first_pause`` to
+    ``longest_pause``; the node's end forgets an edge that had no path for ``forgotten``.
+    """
+
+    ping: float = 3.0
+    dead: float = 10.0
+    dial: float = 5.0
+    head_start: float = 0.25
+    first_probe: float = 3.0
+    probe: float = 30.0
+    first_pause: float = 0.1
+    longest_pause: float = 5.0
+    forgotten: float = 600.0

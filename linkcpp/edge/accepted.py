@@ -1,0 +1,231 @@
+"""One edge at the node's end: its session, the paths that come and go, and its place at a relay."""
+
+import asyncio
+import contextlib
+import os
+import random
+import time
+from collections.abc import Coroutine
+from time import monotonic
+from typing import Any, Protocol
+
+from linkcpp.edge.carrier import Carrier, CarrierLostError
+from linkcpp.edge.core import EPOCH_BYTES, EdgeCore, Resume
+from linkcpp.edge.exchange import Connect, Exchange
+from linkcpp.edge.handshake import EdgeKeys, respond
+from linkcpp.edge.link import Link
+from linkcpp.edge.reaching import dial_paired
+from linkcpp.edge.records import EdgeLimits, EdgeTimes
+from linkcpp.edge.session import SessionError
+from linkcpp.registry.edges import EdgeOffer
+from linkcpp.registry.relay import PAIRING_SECONDS, Hello, RelayCloseCode
+
+# The path in use, one that may replace it, and one that is not known to be dead yet.
+_MOST_LINKS = 3
+_MOST_DIALS = 2
+_ALIVE_SECONDS = 2.0
+# The coordinator asks every few seconds; a link is dead where nothing came for longer.
+_SILENT_TIMES = 3.0
+
+
+class AgentTokens(Protocol):
+    """The bearer tokens of edges that the agent takes."""
+
+    def add(self, token: str) -> None:
+        """Take a token from now on."""
+        ...
+
+    def discard(self, token: str) -> None:
+        """Take it no more."""
+        ...
+
+
+class AcceptedEdge:
+    """One edge, from its first offer until it is closed or nobody came for a while."""
+
+    def __init__(
+        self,
+        offer: EdgeOffer,
+        keys: EdgeKeys,
+        *,
+        connect: Connect,
+        tokens: AgentTokens,
+        limits: EdgeLimits,
+        times: EdgeTimes,
+    ) -> None:
+        self.offer = offer
+        self.keys = keys
+        self.idle_since = monotonic()
+        self._token = keys.agent_token()
+        self._connect = connect
+        self._tokens = tokens
+        self._limits = limits
+        self._times = times
+        self._next_epoch = os.urandom(EPOCH_BYTES)
+        self._exchange: Exchange | None = None
+        self._links: list[Link] = []
+        self._dials: dict[str, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    @property
+    def path(self) -> str | None:
+        """The path in use, in words."""
+        return self._exchange.link.path if self._exchange and self._exchange.link else None
+
+    @property
+    def traffic_bytes(self) -> tuple[int, int]:
+        """Bytes of the session's connections sent and received."""
+        exchange = self._exchange
+        return (exchange.sent_bytes, exchange.received_bytes) if exchange else (0, 0)
+
+    def renew(self, offer: EdgeOffer) -> None:
+        """Take an offer of the hub: be at the relay that it names."""
+        self.offer = offer
+        url = offer.relay_url
+        if url is None or self._is_closed:
+            return
+        if url not in self._dials:
+            self._dial(url)
+        elif self._exchange is not None and (link := self._exchange.link) is not None:
+            # The coordinator asks for a way, so the one in use may be dead without our knowing.
+            self._spawn(self._see_whether_alive(link))
+
+    async def serve(self, carrier: Carrier, path: str) -> None:
+        """Use a carrier, whose other side is there, until it ends.
+
+        Raises:
+            CarrierLostError: who is there is not the coordinator.
+        """
+        agreed = await respond(carrier, self.keys, self._answer)
+        link = Link(carrier, agreed, path=path, on_attach=self._attach)
+        self._links.append(link)
+        for older in [known for known in self._links if known is not self._active][:-_MOST_LINKS]:
+            self._spawn(older.close(RelayCloseCode.REPLACED, "there are newer paths"))
+        try:
+            while link.is_open:
+                await asyncio.wait({link.ended}, timeout=self._times.dead)
+                if monotonic() - link.heard_at > _SILENT_TIMES * self._times.dead:
+                    await link.close(1000, "nothing came from the coordinator")
+        finally:
+            self._links.remove(link)
+            self._left(link)
+            await link.close()
+
+    async def aclose(self, code: int, reason: str) -> None:
+        """End the session and all paths; the agent takes the edge's token no more."""
+        self._is_closed = True
+        self._tokens.discard(self._token)
+        for task in self._dials.values():
+            task.cancel()
+        for link in list(self._links):
+            await link.close(code, reason)
+        if self._exchange is not None:
+            await self._exchange.aclose()
+        await asyncio.gather(*self._dials.values(), *self._closing, return_exceptions=True)
+
+    @property
+    def _active(self) -> Link | None:
+        return self._exchange.link if self._exchange is not None else None
+
+    def _answer(self, peer: Resume) -> Resume:
+        """Say whether the session that the coordinator has can go on."""
+        core = self._exchange.core if self._exchange is not None else None
+        if core is not None and (core.peer_epoch, core.epoch) == (peer.epoch, peer.peer_epoch):
+            return core.resume
+        return Resume(self._next_epoch, peer.epoch, 0)
+
+    def _attach(self, link: Link, wanted: int) -> None:
+        """Let a link carry the session that its handshake spoke of.
+
+        Raises:
+            SessionError: that session is over.
+        """
+        if self._is_closed or link is self._active:
+            raise SessionError("a session cannot be attached here")
+        said, peer = link.agreed.own, link.agreed.peer
+        if said.epoch == self._next_epoch:
+            self._begin(peer.epoch)
+        exchange = self._exchange
+        if exchange is None or exchange.core.epoch != said.epoch:
+            raise SessionError("the session is over that this path was opened for")
+        older = exchange.carried_by(link, wanted)
+        link.carry(exchange)
+        self._tokens.add(self._token)
+        if older is not None:
+            self._spawn(older.close(1000, "another path carries the session"))
+
+    def _begin(self, peer_epoch: bytes) -> None:
+        self._end_session()
+        core = EdgeCore(
+            epoch=self._next_epoch, peer_epoch=peer_epoch, opens=False, limits=self._limits
+        )
+        self._exchange = Exchange(core, connect=self._connect)
+        self._next_epoch = os.urandom(EPOCH_BYTES)
+
+    def _end_session(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            if (link := exchange.uncarried()) is not None:
+                self._spawn(link.close(1000, "another session began"))
+            self._spawn(exchange.aclose())
+
+    def _left(self, link: Link) -> None:
+        exchange = self._exchange
+        if exchange is None or exchange.link is not link:
+            return
+        exchange.uncarried()
+        self.idle_since = monotonic()
+        if exchange.is_broken:
+            self._end_session()
+        url = self.offer.relay_url
+        if url is not None and url not in self._dials and not self._is_closed:
+            self._dial(url)
+
+    def _dial(self, url: str) -> None:
+        used = self._active.path if self._active else None
+        spare = [known for known in self._dials if _relay_path(known) != used]
+        for known in spare[: max(0, len(self._dials) + 1 - _MOST_DIALS)]:
+            self._dials.pop(known).cancel()
+        task = asyncio.create_task(self._stay_at_relay(url))
+        self._dials[url] = task
+        task.add_done_callback(lambda _: self._dials.get(url) is task and self._dials.pop(url))
+
+    async def _stay_at_relay(self, url: str) -> None:
+        """Wait at a relay for the coordinator, again and again while there is no other path."""
+        pause_seconds = self._times.first_pause
+        while self.offer.relay_url == url and self.offer.expires_at > time.time():
+            began = monotonic()
+            with contextlib.suppress(CarrierLostError):
+                offer = self.offer
+                carrier = await dial_paired(
+                    url,
+                    Hello(offer.role, offer.edge_id, offer.ticket),
+                    dial_seconds=self._times.dial,
+                    pairing_seconds=PAIRING_SECONDS + self._times.dial,
+                )
+                await self.serve(carrier, _relay_path(url))
+            if self._active is not None:
+                return
+            if monotonic() - began > self._times.longest_pause:
+                pause_seconds = self._times.first_pause
+            await asyncio.sleep(pause_seconds * random.uniform(0.5, 1.0))  # noqa: S311
+            pause_seconds = min(2 * pause_seconds, self._times.longest_pause)
+
+    async def _see_whether_alive(self, link: Link) -> None:
+        try:
+            async with asyncio.timeout(_ALIVE_SECONDS):
+                await link.ping()
+        except TimeoutError:
+            await link.close(1000, "the coordinator does not answer on it any more")
+        except CarrierLostError:
+            return
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+def _relay_path(url: str) -> str:
+    return f"relay at {url}"

@@ -1,0 +1,190 @@
+"""One encrypted channel over one carrier: the path that a session takes for a while.
+
+A link exists before a session uses it, so that paths can be measured and compared, and ends with
+its carrier. Every record is sealed under a counter; one that was altered, repeated, left out or
+reordered does not open, which ends the link before anything of it is used.
+"""
+
+import asyncio
+import contextlib
+import os
+import struct
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, Protocol
+
+from linkcpp.common.text import printable
+from linkcpp.edge.carrier import Carrier, CarrierLostError
+from linkcpp.edge.handshake import Agreed
+from linkcpp.edge.noise import NoiseError
+from linkcpp.edge.records import RecordType
+from linkcpp.edge.session import SessionError
+from linkcpp.registry.relay import RelayCloseCode
+
+_ATTACH = struct.Struct("<BQ")
+_PING = struct.Struct("<B8s")
+_MAX_PONGS_WAITING = 64
+_CLOSE_SECONDS = 2.0
+
+
+class Traffic(Protocol):
+    """The session that uses a link."""
+
+    def next_record(self) -> bytes | None:
+        """Return the next record to send, or ``None`` while there is none."""
+        ...
+
+    def receive(self, record: bytes) -> None:
+        """Take a record.
+
+        Raises:
+            SessionError: the peer broke the rules.
+        """
+        ...
+
+
+class Link:
+    """One channel; ``path`` names it for people. It runs from the start.
+
+    ``ended`` tells why it ended, in words, and ``end_code`` with which close code.
+    ``on_attach`` is called at the node's end when the coordinator wants its session carried here;
+    without it (at the coordinator's end) such a record breaks the rules.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        agreed: Agreed,
+        *,
+        path: str,
+        on_attach: Callable[["Link", int], None] | None = None,
+    ) -> None:
+        self.agreed = agreed
+        self.path = path
+        self.heard_at = monotonic()
+        self.end_code: int | None = None
+        self._carrier = carrier
+        self._on_attach = on_attach
+        self._traffic: Traffic | None = None
+        self._control: deque[bytes] = deque()
+        self._wake = asyncio.Event()
+        self._pings: dict[bytes, tuple[float, asyncio.Future[float]]] = {}
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._running = asyncio.create_task(self._run())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still runs."""
+        return not self.ended.done()
+
+    def carry(self, traffic: Traffic) -> None:
+        """Carry a session from now on."""
+        self._traffic = traffic
+        self.wake()
+
+    def attach(self, traffic: Traffic, wanted: int) -> None:
+        """Carry a session from now on, and have the peer do the same (the coordinator's end)."""
+        self._control.append(_ATTACH.pack(RecordType.ATTACH, wanted))
+        self.carry(traffic)
+
+    def leave(self) -> None:
+        """Carry no session any more; what still arrives of it is dropped."""
+        self._traffic = None
+
+    def wake(self) -> None:
+        """Look again whether there is something to send."""
+        self._wake.set()
+
+    async def ping(self) -> float:
+        """Measure one round trip to the other machine, in milliseconds.
+
+        Raises:
+            CarrierLostError: the link ended meanwhile.
+        """
+        mark = os.urandom(8)
+        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._pings[mark] = (monotonic(), answer)
+        self._control.append(_PING.pack(RecordType.PING, mark))
+        self.wake()
+        try:
+            waits: set[asyncio.Future[Any]] = {answer, self.ended}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._pings.pop(mark, None)
+        if not answer.done():
+            raise CarrierLostError(self.ended.result(), self.end_code)
+        return answer.result()
+
+    async def close(self, code: int = 1000, reason: str = "it is not needed any more") -> None:
+        """Close the carrier and wait until the link has ended; the peer is told why."""
+        self._end(reason, code)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._carrier.close(code, reason)
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    async def _run(self) -> None:
+        loops = (asyncio.create_task(self._send()), asyncio.create_task(self._receive()))
+        code, reason = 1000, ""
+        try:
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except CarrierLostError as error:
+            code, reason = error.code or 1006, error.reason
+        except (NoiseError, SessionError) as error:
+            code, reason = RelayCloseCode.RECORD_INVALID, str(error)
+        finally:
+            for task in loops:
+                task.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+        self._end(printable(reason, 200), code)
+        await self._carrier.close(code if code != 1006 else 1000, reason)
+
+    def _end(self, reason: str, code: int) -> None:
+        if not self.ended.done():
+            self._traffic = None
+            self.end_code = code
+            self.ended.set_result(reason)
+
+    async def _send(self) -> None:
+        sending = self.agreed.keys.sending
+        while True:
+            self._wake.clear()
+            while (record := self._next_record()) is not None:
+                await self._carrier.send(sending.encrypt(record))
+            await self._wake.wait()
+
+    def _next_record(self) -> bytes | None:
+        if self._control:
+            return self._control.popleft()
+        return self._traffic.next_record() if self._traffic is not None else None
+
+    async def _receive(self) -> None:
+        receiving = self.agreed.keys.receiving
+        while True:
+            sealed = await self._carrier.receive()
+            self._take(receiving.decrypt(sealed))
+
+    def _take(self, record: bytes) -> None:
+        self.heard_at = monotonic()
+        kind = record[0] if record else 0
+        if kind in (RecordType.DATA, RecordType.ACK):
+            if self._traffic is not None:
+                self._traffic.receive(record)
+                self.wake()
+        elif kind == RecordType.PING and len(record) == _PING.size:
+            if len(self._control) > _MAX_PONGS_WAITING:
+                raise SessionError("pings without end")
+            self._control.append(_PING.pack(RecordType.PONG, record[1:]))
+            self.wake()
+        elif kind == RecordType.PONG and len(record) == _PING.size:
+            asked_at, answer = self._pings.get(record[1:], (0.0, None))
+            if answer is not None and not answer.done():
+                answer.set_result((self.heard_at - asked_at) * 1000.0)
+        elif kind == RecordType.ATTACH and len(record) == _ATTACH.size and self._on_attach:
+            self._on_attach(self, _ATTACH.unpack(record)[1])
+        else:
+            raise SessionError("a record of a kind that is not known here")

@@ -1,0 +1,66 @@
+"""Where the coordinator's end of an edge gets its offers from."""
+
+from typing import Protocol
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.registry.client import HubClient
+from linkcpp.registry.connection import HubRefusedError
+from linkcpp.registry.edges import EdgeOffer, EdgeRequest, OfferRequest
+
+_NO_SUCH_EDGE = 404
+
+
+class EdgeEndedError(LinkcppError):
+    """There is no edge to this node any more, and asking again is of no use."""
+
+
+class OfferSource(Protocol):
+    """Gives offers for one edge."""
+
+    async def offer(self, not_gateways: tuple[str, ...]) -> EdgeOffer:
+        """Return a fresh offer; gateways that just failed are left out where there are others.
+
+        Raises:
+            EdgeEndedError: the edge, the node or this machine is not wanted any more.
+            LinkcppError: there is none now; a later call may give one.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Tell that the edge is not needed any more; never fails."""
+        ...
+
+
+class HubOffers:
+    """Offers of a hub for an edge to one node; ``hub`` must stay open."""
+
+    def __init__(self, hub: HubClient, node_id: str) -> None:
+        self._hub = hub
+        self._node_id = node_id
+        self._edge_id: str | None = None
+
+    async def offer(self, not_gateways: tuple[str, ...]) -> EdgeOffer:
+        """Ask for the edge at first, for another way later."""
+        try:
+            if self._edge_id is None:
+                request = EdgeRequest.model_validate(
+                    {"node_id": self._node_id, "not_gateways": not_gateways}
+                )
+                offer = await self._hub.create_edge(request)
+                self._edge_id = offer.edge_id
+                return offer
+            again = OfferRequest.model_validate({"not_gateways": not_gateways})
+            return await self._hub.renew_offer(self._edge_id, again)
+        except HubRefusedError as error:
+            if error.is_final or error.status == _NO_SUCH_EDGE:
+                raise EdgeEndedError(error.message, hint=error.hint) from error
+            raise
+
+    async def close(self) -> None:
+        """Have the hub close the edge."""
+        if self._edge_id is None:
+            return
+        try:
+            await self._hub.close_edge(self._edge_id)
+        except LinkcppError:
+            return  # the hub forgets an edge without connections by itself

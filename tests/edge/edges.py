@@ -1,0 +1,198 @@
+"""Edges for tests: a hub that makes offers, gateways, a program behind the node, both ends."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.sockets import listen
+from linkcpp.edge.acceptor import EdgeAcceptor
+from linkcpp.edge.endpoint import EdgeEndpoint
+from linkcpp.edge.offers import EdgeEndedError
+from linkcpp.edge.records import EdgeLimits, EdgeTimes
+from linkcpp.gateway.relay import Relay
+from linkcpp.gateway.serving import serve_gateway
+from linkcpp.registry.edges import EdgeOffer, EdgeRole
+from linkcpp.registry.encoding import encode
+from linkcpp.registry.keys import MachineKeys, make_keys
+from linkcpp.registry.relay import RELAY_PATH
+from linkcpp.registry.tickets import EdgeClaims, sign_edge_ticket
+from tests.gateway.gateways import HUB_ID, METRICS_TOKEN, Signer
+
+BACKBONE_ID = "33333333-3333-4333-8333-333333333333"
+NODE_ID = "44444444-4444-4444-8444-444444444444"
+# Everything happens sooner than with people.
+QUICK = EdgeTimes(
+    ping=0.1,
+    dead=1.0,
+    dial=2.0,
+    head_start=0.1,
+    first_probe=0.3,
+    probe=0.5,
+    first_pause=0.02,
+    longest_pause=0.2,
+    forgotten=30.0,
+)
+
+
+def no_pin(hub_id: str, node_id: str, edge_key: str) -> None:
+    """Trust every key."""
+
+
+@dataclass
+class GatewayAt:
+    """A gateway that can be stopped and started again on its port."""
+
+    signer: Signer
+    gateway_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    port: int = 0
+    public_port: int = 0
+    relay: Relay | None = None
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"ws://127.0.0.1:{self.public_port or self.port}{RELAY_PATH}"
+
+    async def start(self) -> None:
+        sockets = listen("127.0.0.1", self.port)
+        self.port = sockets[0].getsockname()[1]
+        self._stop = asyncio.Event()
+        self.relay = Relay(gateway_id=self.gateway_id, hub=self.signer.key)
+        self._serving = asyncio.create_task(
+            serve_gateway(self.relay, METRICS_TOKEN, sockets, self._stop)
+        )
+
+    async def stop(self) -> None:
+        if self._serving is not None:
+            self._stop.set()
+            await self._serving
+            self._serving = None
+
+
+@dataclass
+class HubOfTest:
+    """Makes offers as a hub does: for the coordinator by return, for the node by push."""
+
+    signer: Signer = field(default_factory=Signer)
+    gateways: list[GatewayAt] = field(default_factory=list)
+    direct_urls: tuple[str, ...] = ()
+    edge_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    backbone_keys: MachineKeys = field(default_factory=make_keys)
+    node_keys: MachineKeys = field(default_factory=make_keys)
+    acceptor: EdgeAcceptor | None = None
+    asked: list[tuple[str, ...]] = field(default_factory=list)
+    problem: LinkcppError | None = None
+    is_closed: bool = False
+    tells_node: bool = True
+
+    def revoke(self) -> None:
+        self.problem = EdgeEndedError("The hub does not know this machine any more.")
+
+    async def offer(self, not_gateways: tuple[str, ...]) -> EdgeOffer:
+        self.asked.append(not_gateways)
+        if self.problem is not None:
+            raise self.problem
+        ranked = sorted(self.gateways, key=lambda one: one.gateway_id in not_gateways)
+        gateway = ranked[0] if ranked else None
+        if self.acceptor is not None and self.tells_node:
+            await self.acceptor.offer(self.make(EdgeRole.NODE, gateway))
+        return self.make(EdgeRole.BACKBONE, gateway)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    def make(
+        self, role: EdgeRole, gateway: GatewayAt | None, *, lifetime_seconds: float = 600.0
+    ) -> EdgeOffer:
+        is_node = role is EdgeRole.NODE
+        peer_key = (self.backbone_keys if is_node else self.node_keys).edge_public
+        expires_at = time.time() + lifetime_seconds
+        claims = EdgeClaims(
+            iss=HUB_ID,
+            sub=NODE_ID if is_node else BACKBONE_ID,
+            edge=self.edge_id,
+            role=role,
+            gateway=gateway.gateway_id if gateway else None,
+            exp=expires_at,
+        )
+        return EdgeOffer(
+            edge_id=self.edge_id,
+            role=role,
+            gateway_id=gateway.gateway_id if gateway else None,
+            relay_url=gateway.url if gateway else None,
+            ticket=sign_edge_ticket(self.signer.private, claims),
+            peer_node_id=BACKBONE_ID if is_node else NODE_ID,
+            peer_name="coordinator" if is_node else "attic",
+            peer_public_key=peer_key,
+            direct_urls=() if is_node else self.direct_urls,
+            hub_id=HUB_ID,
+            expires_at=expires_at,
+        )
+
+
+@contextlib.asynccontextmanager
+async def gateways(hub: HubOfTest, count: int = 1) -> AsyncIterator[list[GatewayAt]]:
+    """Run gateways that the hub offers."""
+    made = [GatewayAt(hub.signer) for _ in range(count)]
+    hub.gateways += made
+    try:
+        for gateway in made:
+            await gateway.start()
+        yield made
+    finally:
+        for gateway in made:
+            await gateway.stop()
+
+
+@contextlib.asynccontextmanager
+async def accepting(
+    hub: HubOfTest,
+    agent_port: int,
+    tokens: set[str] | None = None,
+    *,
+    times: EdgeTimes = QUICK,
+    limits: EdgeLimits | None = None,
+) -> AsyncIterator[EdgeAcceptor]:
+    """Run the node's end in front of a program."""
+    acceptor = EdgeAcceptor(
+        own_key=hub.node_keys.edge,
+        own_node_id=NODE_ID,
+        hub=hub.signer.key,
+        agent_address=("127.0.0.1", agent_port),
+        tokens=tokens if tokens is not None else set(),
+        pin=no_pin,
+        times=times,
+        limits=limits,
+    )
+    hub.acceptor = acceptor
+    try:
+        yield acceptor
+    finally:
+        await acceptor.aclose()
+
+
+@contextlib.asynccontextmanager
+async def edge(
+    hub: HubOfTest, *, times: EdgeTimes = QUICK, timeout_seconds: float = 20.0
+) -> AsyncIterator[EdgeEndpoint]:
+    """Run the coordinator's end, and wait until it has reached the node."""
+    endpoint = EdgeEndpoint(
+        hub,
+        own_key=hub.backbone_keys.edge,
+        own_node_id=BACKBONE_ID,
+        pin=no_pin,
+        times=times,
+    )
+    async with await endpoint.open(timeout_seconds=timeout_seconds):
+        yield endpoint
+
+
+def other_key() -> str:
+    """A public key of somebody else."""
+    return encode(make_keys().edge.public_key().public_bytes_raw())
