@@ -56,7 +56,7 @@ def all_finite(values: Rows) -> bool:
     """Tell whether there is no infinity and no NaN."""
     flat = values.reshape(-1)
     # One product is much faster than a test of each element; it may overflow, but not hide one.
-    return math.isfinite(np.dot(flat, flat)) or bool(np.isfinite(flat).all())
+    return math.isfinite(flat.dot(flat)) or bool(np.isfinite(flat).all())
 
 
 class Call:

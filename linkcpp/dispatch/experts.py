@@ -32,7 +32,9 @@ class ExpertRunner:
         guess = self._guess(call, known)
         if guess is not None:
             read = began
-            rows, was_right = device.swarm.compute_guessed(guess, lambda: self._real_ids(call))
+            rows, was_right = device.swarm.compute_guessed(
+                guess, device.backing.flush, lambda: self._real_ids(call)
+            )
             self._guesser.note(call.layer, was_right)
         else:
             ids, inputs = read_inputs(call, device.backing, known)
@@ -44,7 +46,7 @@ class ExpertRunner:
         device.backing.queue(call.store_head, np.ascontiguousarray(rows).data.cast("B"))
 
     def _guess(self, call: BoundCall, known: dict[int, bytes]) -> Job | None:
-        """Guess the call of one token whose row is known, and have the real ids computed."""
+        """Guess the call of one token whose row is known, and ask for the real ids."""
         fetch = call.inputs[0]
         data = known.get(fetch.key)
         if call.token_count != 1 or call.late or call.between is not None:
@@ -59,7 +61,6 @@ class ExpertRunner:
         if len(call.inputs) > 1 or not is_simple(guess):
             return None
         self._device.backing.queue(call.ids.request)
-        self._device.backing.flush()
         return guess
 
     def _real_ids(self, call: BoundCall) -> Numbers:

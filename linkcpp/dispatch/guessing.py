@@ -29,7 +29,7 @@ class Guesser:
         for data in known:
             if len(data) == 4 * expert_count:
                 logits = np.frombuffer(data, np.float32)
-                return np.argsort(-logits)[:slot_count].astype(np.int32).reshape(1, -1)
+                return (-logits).argsort()[:slot_count].astype(np.int32).reshape(1, -1)
         return None
 
     def note(self, layer: int, was_right: bool) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from linkcpp.dispatch.checks import RowCheck, Trial
 from linkcpp.dispatch.routing import Latency
+from linkcpp.engine.rpc_socket import limit_receiving, unsent
 from linkcpp.worker.chain import Chain
 from linkcpp.worker.frames import (
     Buffer,
@@ -79,7 +80,8 @@ class Holder:
         self.checks: dict[tuple[int, Hashable], RowCheck] = {}
         self.socket: socket.socket | None = None
         self._frames = FrameBuffer(Limits())
-        self._outgoing: list[memoryview] = []
+        self._outgoing: Sequence[Buffer] = ()
+        self._wait_ms = 0.0
 
     @property
     def is_expected(self) -> bool:
@@ -114,35 +116,36 @@ class Holder:
         Raises:
             OSError: the link broke.
         """
-        self._outgoing += [memoryview(part).cast("B") for part in parts if len(part)]
+        self._outgoing = [*self._outgoing, *parts] if self._outgoing else parts
         self.resume()
 
     def resume(self) -> None:
         """Send what waits; raises as ``send``."""
         if self.socket is None:
             raise ConnectionError("the link is closed")
-        waiting = self._outgoing
-        while waiting:
+        while self._outgoing:
             try:
-                sent = self.socket.sendmsg(waiting[:_MOST_BUFFERS])
+                sent = self.socket.sendmsg(self._outgoing[:_MOST_BUFFERS], (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             self.sent_bytes += sent
-            while waiting and sent >= len(waiting[0]):
-                sent -= len(waiting.pop(0))
-            if sent:
-                waiting[0] = waiting[0][sent:]
+            self._outgoing = unsent(self._outgoing, sent)
 
-    def receive(self) -> bool:
-        """Read what is there; tell whether there was anything.
+    def receive(self, within_ms: float = 0.0) -> bool:
+        """Read what is there, or what comes in time; tell whether there was anything.
 
         Raises:
             OSError: the link broke or was closed by the worker.
         """
         if self.socket is None:
             raise ConnectionError("the link is closed")
+        if within_ms and within_ms != self._wait_ms:
+            limit_receiving(self.socket, within_ms / 1000)
+            self._wait_ms = within_ms
         try:
-            count = self.socket.recv_into(self._frames.space())
+            count = self.socket.recv_into(
+                self._frames.space(), 0, 0 if within_ms else socket.MSG_DONTWAIT
+            )
         except BlockingIOError:
             return False
         if not count:
@@ -167,7 +170,7 @@ class Holder:
         try:
             link.settimeout(_PROBE_SECONDS)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._frames, self._outgoing = FrameBuffer(Limits()), []
+            self._frames, self._outgoing = FrameBuffer(Limits()), ()
             link.sendall(pack_hello(address.token))
             welcome = parse_welcome(self._wait(link, FrameType.WELCOME))
             _check_model(welcome, model_digest)
@@ -176,7 +179,8 @@ class Holder:
                 self._wait(link, FrameType.CHAIN_READY)
             link.sendall(pack_header(FrameType.PING, 0, 0))
             self._wait(link, FrameType.PONG)
-            link.setblocking(False)
+            link.setblocking(True)
+            self._wait_ms = 0.0
         except BaseException:
             link.close()
             raise
@@ -203,7 +207,7 @@ class Holder:
     def close(self) -> None:
         """Close the link; may be called twice."""
         link, self.socket = self.socket, None
-        self._outgoing = []
+        self._outgoing = ()
         if link is not None:
             link.close()
 

@@ -144,18 +144,23 @@ class Swarm:
         self.tally.add(job.layer, job.ids)
         return self._timed(job, lambda: self._run(job))
 
-    def compute_guessed(self, guess: Job, confirm: Callable[[], Numbers]) -> tuple[Rows, bool]:
+    def compute_guessed(
+        self, guess: Job, request: Callable[[], None], confirm: Callable[[], Numbers]
+    ) -> tuple[Rows, bool]:
         """As ``compute``, asking the workers before the ids are known for sure.
 
-        ``confirm`` waits for the real ids, while the workers compute those of ``guess``, a job
-        for which ``is_simple`` holds. Also returns whether the guess was right.
+        ``request`` asks for the real ids, once the workers have been asked for those of ``guess``,
+        a job for which ``is_simple`` holds; ``confirm`` waits for them. Also returns whether the
+        guess was right.
         """
         was_right = True
 
         def run() -> Rows:
             nonlocal was_right
             call = TokenCall(self, guess)
-            rows = call.gather() if call.send() else None
+            was_sent = call.send()
+            request()
+            rows = call.gather() if was_sent else None
             ids = confirm()
             was_right = bool((ids == guess.ids).all())
             if rows is None or not was_right:

@@ -5,6 +5,7 @@ so that something else can be done while the workers compute. Whatever goes wron
 ``Call``.
 """
 
+import functools
 import struct
 import time
 from collections.abc import Sequence
@@ -13,22 +14,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from linkcpp.dispatch.call import Call, Request, all_finite, most_pairs
-from linkcpp.dispatch.holder import Holder, LinkState, wait_for_links
+from linkcpp.dispatch.holder import Holder, LinkState
 from linkcpp.dispatch.job import Job
 from linkcpp.worker.frames import (
     COMPUTE,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
     Buffer,
     DataType,
     FrameError,
     FrameType,
     Rows,
-    pack_header,
     parse_error,
     parse_rows,
 )
 
 if TYPE_CHECKING:
     from linkcpp.dispatch.swarm import Swarm
+
+_COMPUTE, _F32 = FrameType.COMPUTE, DataType.F32
 
 
 def is_simple(job: Job) -> bool:
@@ -40,13 +46,21 @@ def pack_token(
     request_id: int, chain_id: int, layer: int, expert_ids: Sequence[int], row: Buffer
 ) -> list[Buffer]:
     """Write COMPUTE for one token: one row, as f32 bytes, for all experts."""
-    pairs = len(expert_ids)
-    size = COMPUTE.size + 8 * pairs + len(row)
-    f32 = DataType.F32
-    head = COMPUTE.pack(chain_id, layer, 1, pairs, len(row) // 4, f32, f32, 1)
-    # Every pair is row 0.
-    numbers = bytes(4 * pairs) + struct.pack(f"<{pairs}i", *expert_ids)
-    return [pack_header(FrameType.COMPUTE, request_id, size) + head + numbers, row]
+    pairs, row_bytes = len(expert_ids), len(row)
+    head = _token_head(pairs)
+    size_bytes = head.size - HEADER_BYTES + row_bytes
+    start = head.pack(
+        *(MAGIC, VERSION, _COMPUTE, 0, request_id, size_bytes),
+        *(chain_id, layer, 1, pairs, row_bytes // 4, _F32, _F32, 1),
+        *expert_ids,
+    )
+    return [start, row]
+
+
+@functools.cache
+def _token_head(pairs: int) -> struct.Struct:
+    """Header, head of COMPUTE, a row index of zeros, expert ids."""
+    return struct.Struct(f"{HEADER.format}{COMPUTE.format[1:]}{4 * pairs}x{pairs}i")
 
 
 class TokenCall:
@@ -103,11 +117,12 @@ class TokenCall:
         """Return one row for each pair."""
         result = np.empty((len(self._ids), self._job.chain.output_width), np.float32)
         floor_ms = self._swarm.options.deadline_floor_ms
-        for number, (holder, _) in list(self._waiting.items()):
+        # Whoever was asked last answers last most times: the other answers are there then, and
+        # this process has slept once.
+        for number, (holder, _) in reversed(list(self._waiting.items())):
             try:
-                # The answers of the later ones are often there when the first has been read.
                 while number in self._waiting:
-                    if not holder.receive() and not wait_for_links([holder], floor_ms):
+                    if not holder.receive(floor_ms):
                         return self._take_over(result)
                     self._take_frames(holder, result)
             except (OSError, FrameError) as error:

@@ -141,7 +141,8 @@ class RpcSocket:
         have = 0
         try:
             while have < size_bytes:
-                count = self._socket.recv_into(view[have:])
+                # The server sends size and data apart: one call waits for both.
+                count = self._socket.recv_into(view[have:], 0, socket.MSG_WAITALL)
                 if not count:
                     raise WireError(f"{self._address} closed the connection.")
                 have += count
@@ -167,6 +168,11 @@ def block_in_kernel(connection: socket.socket, timeout_seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
+def limit_receiving(connection: socket.socket, timeout_seconds: float) -> None:
+    """As ``block_in_kernel`` for reads only, on a socket that blocks already."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _time_limit(timeout_seconds))
+
+
 def limit_sending(connection: socket.socket, timeout_seconds: float) -> None:
     """As ``block_in_kernel``, but reads wait for ever."""
     connection.setblocking(True)
@@ -180,11 +186,15 @@ def _time_limit(seconds: float) -> bytes:
 
 
 def send_all(connection: socket.socket, parts: Sequence[Buffer]) -> None:
-    """Send buffers as one stream, without joining them."""
-    waiting = [memoryview(part).cast("B") for part in parts if len(part)]
-    while waiting:
-        sent = connection.sendmsg(waiting[:_MOST_BUFFERS])
-        while waiting and sent >= len(waiting[0]):
-            sent -= len(waiting.pop(0))
-        if sent:
-            waiting[0] = waiting[0][sent:]
+    """Send buffers of bytes as one stream, without joining them."""
+    while parts:
+        parts = unsent(parts, connection.sendmsg(parts[:_MOST_BUFFERS]))
+
+
+def unsent(parts: Sequence[Buffer], sent_bytes: int) -> Sequence[Buffer]:
+    """Return what is left of buffers of which so many bytes were sent."""
+    for number, part in enumerate(parts):
+        if sent_bytes < len(part):
+            return [memoryview(part)[sent_bytes:], *parts[number + 1 :]]
+        sent_bytes -= len(part)
+    return ()

@@ -21,9 +21,9 @@ from linkcpp.engine.records import RpcVersion
 TENSOR_BYTES = 296
 CAPABILITY_BYTES = 24
 
-_REQUEST_HEADER = struct.Struct("<BQ")
+REQUEST_HEADER = struct.Struct("<BQ")
 _ANSWER_HEADER = struct.Struct("<Q")
-REQUEST_HEADER_BYTES = _REQUEST_HEADER.size
+REQUEST_HEADER_BYTES = REQUEST_HEADER.size
 ANSWER_HEADER_BYTES = _ANSWER_HEADER.size
 
 Buffer = bytes | bytearray | memoryview
@@ -191,12 +191,12 @@ Event = Message | StreamStart | StreamData
 
 def encode_request(command: Command, payload: Buffer = b"") -> bytes:
     """Frame one request."""
-    return _REQUEST_HEADER.pack(command, len(payload)) + payload
+    return REQUEST_HEADER.pack(command, len(payload)) + payload
 
 
 def request_header(command: Command, payload_bytes: int) -> bytes:
     """Return the nine bytes before a payload, for payloads that are sent in pieces."""
-    return _REQUEST_HEADER.pack(command, payload_bytes)
+    return REQUEST_HEADER.pack(command, payload_bytes)
 
 
 def encode_answer(payload: Buffer = b"") -> bytes:
@@ -283,27 +283,6 @@ class RequestParser:
         while (event := self._next()) is not None:
             yield event
 
-    def feed_whole(self, data: memoryview) -> "list[Message]":
-        """Return the messages that ``data`` completes; as ``feed``, where nothing is streamed.
-
-        Messages that lie wholly in ``data`` are cut out directly, which takes a third of the time.
-        """
-        messages: list[Message] = []
-        if not self.is_between_messages or not self._greeted:
-            return [event for event in self.feed(data) if isinstance(event, Message)]
-        at, end = 0, len(data)
-        while end - at >= REQUEST_HEADER_BYTES:
-            number, size_bytes = _REQUEST_HEADER.unpack_from(data, at)
-            command = self._check(number, size_bytes)
-            after = at + REQUEST_HEADER_BYTES + size_bytes
-            if after > end:
-                break
-            messages.append(Message(command, data[at + REQUEST_HEADER_BYTES : after]))
-            at = after
-        if at < end:
-            messages += [event for event in self.feed(data[at:]) if isinstance(event, Message)]
-        return messages
-
     def _next(self) -> Event | None:
         if self._stream_bytes:
             piece = self._assembler.take_available(self._stream_bytes)
@@ -313,8 +292,8 @@ class RequestParser:
             header = self._assembler.take(REQUEST_HEADER_BYTES)
             if header is None:
                 return None
-            number, self._size_bytes = _REQUEST_HEADER.unpack(header)
-            self._command = self._check(number, self._size_bytes)
+            number, self._size_bytes = REQUEST_HEADER.unpack(header)
+            self._command = self.check(number, self._size_bytes)
         command = self._command
         head_bytes = self._head_bytes(command) if command in self._streamed else self._size_bytes
         head = self._assembler.take(head_bytes)
@@ -331,7 +310,12 @@ class RequestParser:
             return self.dialect.set_tensor_head_bytes
         return 8
 
-    def _check(self, number: int, size_bytes: int) -> Command:
+    def check(self, number: int, size_bytes: int) -> Command:
+        """Judge the header of the next message, for readers that cut the stream themselves.
+
+        Raises:
+            WireError: as ``feed``.
+        """
         if not self._greeted:
             if number != Command.HELLO:
                 raise WireError(f"The first command is number {number} instead of HELLO.")

@@ -24,7 +24,6 @@ from linkcpp.worker.store import Group, SlabStore
 DEFAULT_SCRATCH_BYTES = 64 * 2**20
 _FIRST_SCRATCH_BYTES = 2**20
 _MOST_PLANS = 1024
-_ZEROS = bytes(128)
 
 
 def split_by_expert(expert_ids: Numbers, most_pairs: int, most_experts: int) -> list[Numbers]:
@@ -112,20 +111,13 @@ class ExpertCompute:
         if layout is Layout.GATHERED:
             pieces.append(row_index)
         pieces += inputs
-        self._rpc.queue(plan.set_head)
-        at = 0
-        for offset, piece in zip(plan.input_offsets, pieces, strict=True):
-            self._pad(offset - at)
-            self._rpc.queue(np.ascontiguousarray(piece).data.cast("B"))
-            at = offset + piece.nbytes
-        self._pad(plan.region_bytes - at)
-        self._rpc.queue(plan.rerun if plan is self._last else plan.run)
+        parts: list[Buffer] = [plan.set_head]
+        for piece, padding in zip(pieces, plan.paddings, strict=True):
+            parts += (np.ascontiguousarray(piece).data.cast("B"), padding)
+        parts.append(plan.rerun if plan is self._last else plan.run)
         self._last = plan
+        self._rpc.queue(*parts)
         return self._rpc.receive(plan.answer_bytes)
-
-    def _pad(self, size_bytes: int) -> None:
-        if size_bytes:
-            self._rpc.queue(_ZEROS[:size_bytes])
 
     def _plan(self, keyed: KeyedChain, group: Group, shape: StepShape) -> StepPlan:
         chain_key, chain = keyed.key, keyed.chain

@@ -78,6 +78,7 @@ class DataType(IntEnum):
     F16 = 1
 
 
+_DATA_TYPES = {int(kind): kind for kind in DataType}
 _NUMPY_TYPES: dict[int, np.dtype[Any]] = {
     DataType.F32: np.dtype("<f4"),
     DataType.F16: np.dtype("<f2"),
@@ -125,13 +126,13 @@ def pack_header(kind: FrameType, request_id: int, payload_bytes: int) -> bytes:
     return HEADER.pack(MAGIC, VERSION, kind, 0, request_id, payload_bytes)
 
 
-def parse_header(data: Buffer, limits: Limits) -> Header:
-    """Read a header of ``HEADER_BYTES``.
+def parse_header(data: Buffer, limits: Limits, at: int = 0) -> Header:
+    """Read a header of ``HEADER_BYTES``, ``at`` bytes from the start.
 
     Raises:
         FrameError: no frame of this version, of unknown type, with flags, or beyond the limit.
     """
-    magic, version, kind, flags, request_id, payload_bytes = HEADER.unpack(data)
+    magic, version, kind, flags, request_id, payload_bytes = HEADER.unpack_from(data, at)
     if magic != MAGIC:
         raise FrameError(ErrorCode.BAD_FRAMING, "These bytes are no compute frame.")
     if version != VERSION:
@@ -286,10 +287,10 @@ def parse_compute_head(payload: Buffer, limits: Limits) -> ComputeHead:
             f"{rows} rows and {pairs} pairs are beyond the limits of {limits.rows} "
             f"and {limits.pairs}.",
         )
-    if not pairs or not rows or max(row_type, answer_type) > DataType.F16:
+    types = _DATA_TYPES.get(row_type), _DATA_TYPES.get(answer_type)
+    if not pairs or not rows or types[0] is None or types[1] is None:
         raise FrameError(ErrorCode.BAD_PAYLOAD, "COMPUTE has no pairs, no rows, or unknown types.")
-    types = DataType(row_type), DataType(answer_type)
-    return ComputeHead(chain_id, layer, rows, pairs, width, *types, inputs)
+    return ComputeHead(chain_id, layer, rows, pairs, width, types[0], types[1], inputs)
 
 
 def parse_compute(payload: Buffer, head: ComputeHead, chain: KeyedChain) -> Compute:
@@ -319,7 +320,8 @@ def parse_compute(payload: Buffer, head: ComputeHead, chain: KeyedChain) -> Comp
         )
     index = np.frombuffer(payload, "<i4", pairs, COMPUTE.size)
     ids = np.frombuffer(payload, "<i4", pairs, COMPUTE.size + 4 * pairs)
-    if int(index.min()) < 0 or int(index.max()) >= rows:
+    # As unsigned numbers negative ones are the largest: one pass finds both.
+    if index.view("<u4").max() >= rows:
         raise FrameError(ErrorCode.BAD_PAYLOAD, "A pair names a row that did not come.")
     at = COMPUTE.size + 8 * pairs
     inputs = []
@@ -364,11 +366,13 @@ def parse_rows(payload: Buffer, shape: tuple[int, int]) -> RowsAnswer:
             f"ROWS has {pairs} x {width} elements of type {number} instead of "
             f"{shape[0]} x {shape[1]}.",
         )
-    kind = _NUMPY_TYPES[DataType(number)]
+    kind = _NUMPY_TYPES[number]
     if len(payload) != _ROWS.size + pairs * width * kind.itemsize:
         raise FrameError(ErrorCode.BAD_PAYLOAD, "ROWS has another size than it tells.")
     values = np.frombuffer(payload, kind, offset=_ROWS.size).reshape(shape)
-    return RowsAnswer(values.astype(np.float32, copy=False), compute_us)
+    if number != DataType.F32:
+        values = values.astype(np.float32)
+    return RowsAnswer(values, compute_us)
 
 
 def pack_error(request_id: int, code: ErrorCode, message: str) -> bytes:

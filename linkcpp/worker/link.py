@@ -34,7 +34,8 @@ class FrameBuffer:
             return self._large[self._large_end :]
         if self._start:
             waiting = self._end - self._start
-            self._view[:waiting] = bytes(self._view[self._start : self._end])
+            if waiting:
+                self._view[:waiting] = bytes(self._view[self._start : self._end])
             self._start, self._end = 0, waiting
         return self._view[self._end :]
 
@@ -54,8 +55,7 @@ class FrameBuffer:
         if self._header is None:
             if self._end - self._start < HEADER_BYTES:
                 return None
-            head = self._view[self._start : self._start + HEADER_BYTES]
-            self._header = parse_header(head, self._limits)
+            self._header = parse_header(self._view, self._limits, self._start)
             self._start += HEADER_BYTES
         header = self._header
         payload = self._large_payload(header) if self._large else self._small_payload(header)

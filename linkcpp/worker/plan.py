@@ -76,13 +76,12 @@ class PlanTarget(NamedTuple):
 class StepPlan:
     """Ready bytes. Send ``set_head``, the input region, ``run``; receive ``answer_bytes``.
 
-    ``input_offsets`` tell where ids, row index (GATHERED only) and inputs lie in the region of
-    ``region_bytes``. ``rerun`` is ``run`` for when the rpc-server's last graph was this plan's.
+    The region has ids, row index (GATHERED only) and inputs, each followed by its one of
+    ``paddings``. ``rerun`` is ``run`` for when the rpc-server's last graph was this plan's.
     """
 
     set_head: bytes
-    region_bytes: int
-    input_offsets: tuple[int, ...]
+    paddings: tuple[bytes, ...]
     run: bytes
     rerun: bytes
     answer_bytes: int
@@ -185,14 +184,11 @@ def plan_step(
     is_shared = shape.layout is Layout.SHARED
     across = (shape.pairs, 1) if is_shared else (1, shape.pairs)
     ids = graph.add(graph.fresh((*across, 1), b"ids", I32))
-    offsets = [0]
     index: _Tensor | None = None
     if shape.layout is Layout.GATHERED:
-        offsets.append(graph.used_bytes)
         index = graph.add(graph.fresh((shape.pairs, 1, 1), b"index", I32))
     inputs = []
     for number, entry in enumerate(chain.inputs):
-        offsets.append(graph.used_bytes)
         if number or shape.layout is Layout.DIRECT:
             ne = (entry.width, *across)
         elif index is not None:
@@ -201,12 +197,13 @@ def plan_step(
             ne = (entry.width, 1, 1)
         inputs.append(graph.add(graph.fresh(ne, b"input")))
     region_bytes = graph.used_bytes
+    paddings = tuple(bytes(-tensor.nb[3] % ALIGNMENT_BYTES) for tensor in graph.tensors)
     if index is not None:
         inputs[0] = _gather(graph, inputs[0], index, ops)
     maker = _StepMaker(graph, ops, weights, across, (ids, inputs))
     for step in chain.steps:
         maker.add(step)
-    return _finish(graph, maker.steps[-1], region_bytes, tuple(offsets), target.dialect)
+    return _finish(graph, maker.steps[-1], region_bytes, paddings, target.dialect)
 
 
 def _gather(graph: _Graph, rows: _Tensor, index: _Tensor, ops: OpTable) -> _Tensor:
@@ -304,7 +301,11 @@ class _StepMaker:
 
 
 def _finish(
-    graph: _Graph, result: _Tensor, region_bytes: int, offsets: tuple[int, ...], dialect: Dialect
+    graph: _Graph,
+    result: _Tensor,
+    region_bytes: int,
+    paddings: tuple[bytes, ...],
+    dialect: Dialect,
 ) -> StepPlan:
     scratch = graph.scratch
     words = region_bytes // 4
@@ -324,8 +325,7 @@ def _finish(
     again = messages.DEVICE_INDEX.build(messages.DeviceIndex(0))
     return StepPlan(
         set_head=request_header(Command.SET_TENSOR, len(head) + region_bytes) + head,
-        region_bytes=region_bytes,
-        input_offsets=offsets,
+        paddings=paddings,
         run=encode_request(Command.GRAPH_COMPUTE, graph.pack()) + get_request,
         rerun=encode_request(Command.GRAPH_RECOMPUTE, again) + get_request,
         answer_bytes=answer_bytes,

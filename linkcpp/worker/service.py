@@ -19,6 +19,7 @@ from linkcpp.worker.compute import ExpertCompute
 from linkcpp.worker.frames import (
     ENDING_CODES,
     Buffer,
+    ComputeHead,
     ErrorCode,
     FrameError,
     FrameType,
@@ -111,9 +112,8 @@ class WorkerService:
                 self._links.discard(link)
             link.close()
 
-    def compute(self, chain: KeyedChain, payload: memoryview, head_limits: Limits) -> list[Buffer]:
+    def compute(self, chain: KeyedChain, payload: memoryview, head: ComputeHead) -> list[Buffer]:
         """Do what a COMPUTE payload asks; return the parts of ROWS without its request id."""
-        head = parse_compute_head(payload, head_limits)
         request = parse_compute(payload, head, chain)
         with self._compute_lock:
             if self.failure is not None:
@@ -198,14 +198,12 @@ class _Link:
     def _parts(self, header: Header, payload: memoryview) -> Sequence[Buffer]:
         number = header.request_id
         if header.kind == FrameType.COMPUTE:
-            limits = self._welcome.limits
-            chain_id = parse_compute_head(payload, limits).chain_id
-            chain = self._chains.get(chain_id)
+            head = parse_compute_head(payload, self._welcome.limits)
+            chain = self._chains.get(head.chain_id)
             if chain is None:
-                raise FrameError(ErrorCode.UNKNOWN_CHAIN, f"Chain {chain_id} was not sent.")
-            head, *rest = self._service.compute(chain, payload, limits)
-            size = len(head) + sum(map(len, rest))
-            return [pack_header(FrameType.ROWS, number, size), head, *rest]
+                raise FrameError(ErrorCode.UNKNOWN_CHAIN, f"Chain {head.chain_id} was not sent.")
+            parts = self._service.compute(chain, payload, head)
+            return [pack_header(FrameType.ROWS, number, sum(map(len, parts))), *parts]
         if header.kind == FrameType.PING:
             return [pack_header(FrameType.PONG, number, 0)]
         if header.kind == FrameType.CHAIN:

@@ -161,12 +161,14 @@ class LoadedSlabs:
         if group is None:
             raise FrameError(ErrorCode.UNKNOWN_LAYER, f"Layer {layer} is not held here.")
         numbers = self._numbers[layer]
-        if int(expert_ids.min()) < 0 or int(expert_ids.max()) >= len(numbers):
+        # As unsigned numbers negative ones are beyond the end.
+        try:
+            local = numbers[expert_ids.view(np.uint32)]
+        except IndexError:
             raise FrameError(
                 ErrorCode.UNKNOWN_EXPERT, f"Layer {layer} has experts 0 to {len(numbers) - 1}."
-            )
-        local = numbers[expert_ids]
-        if int(local.min()) < 0:
+            ) from None
+        if local.min() < 0:
             missing = int(expert_ids[local < 0][0])
             raise FrameError(
                 ErrorCode.UNKNOWN_EXPERT, f"Expert {missing} of layer {layer} is not held here."
