@@ -35,8 +35,9 @@ from linkcpp.registry.relay import (
 NORMAL_CLOSE: Final = 1000
 PING_SECONDS = 30.0
 CLOSING_SECONDS = 5.0
-# What a side's transport may hold before the other side is not read any more, besides one read.
-WRITE_LIMIT_BYTES: Final = 64 * 1024
+# What a side's transport may hold before the other side is not read any more; one read goes into it
+# and passes, also where the event loop writes only after all reads.
+WRITE_LIMIT_BYTES: Final = 384 * 1024
 
 # Numbers and not members of an enumeration, which take longer to get in the loop over frames.
 _BINARY: Final = int(Opcode.BINARY)
@@ -98,9 +99,8 @@ class RelayConnection(asyncio.BufferedProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._ticking: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first message."""
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a stream
         self._transport = transport
         transport.set_write_buffer_limits(high=WRITE_LIMIT_BYTES, low=0)
         tune_transport(transport)

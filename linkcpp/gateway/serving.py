@@ -28,7 +28,6 @@ def relay_http_protocol(relay: Relay) -> type[BoundedHttpProtocol]:
                 super().handle_websocket_upgrade(event)
                 return
             self.connections.discard(self)
-            assert isinstance(self.transport, asyncio.Transport)  # noqa: S101 - of a stream
             try:
                 relay.accept(
                     self.transport,
