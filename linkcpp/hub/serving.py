@@ -1,13 +1,12 @@
 """The hub on its sockets: as many connections as the system lets it have, until it is stopped."""
 
 import asyncio
-import contextlib
-import resource
 import socket
 from collections.abc import Callable
 
 from starlette.types import ASGIApp
 
+from linkcpp.common.descriptors import raise_descriptor_limit
 from linkcpp.common.serving import BoundedHttpProtocol, make_server
 from linkcpp.hub.service import Hub
 
@@ -36,7 +35,7 @@ async def serve_hub(
     class HubHttpProtocol(http):  # type: ignore[valid-type,misc]
         """The same with room for the machines of a large hub."""
 
-        most_connections = _raise_descriptor_limit()
+        most_connections = _most_connections()
 
     server = make_server(
         app,
@@ -57,14 +56,6 @@ async def serve_hub(
         await serving
 
 
-def _raise_descriptor_limit() -> int:
-    """Let this process open as many files as it may; return how many may be connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_CONNECTIONS + _RESERVED_DESCRIPTORS
-    limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-            soft = limit
-    most = wanted if soft == resource.RLIM_INFINITY else soft
-    return max(64, min(most, wanted) - _RESERVED_DESCRIPTORS)
+def _most_connections() -> int:
+    most = raise_descriptor_limit(_MOST_CONNECTIONS + _RESERVED_DESCRIPTORS)
+    return max(64, most - _RESERVED_DESCRIPTORS)
