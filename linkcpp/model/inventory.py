@@ -9,7 +9,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.model.architecture import Architecture
 from linkcpp.model.header import SkippedArray, TensorInfo, Value
 from linkcpp.model.notes import unusual
-from linkcpp.model.parts import is_url, open_model
+from linkcpp.model.parts import ModelFiles, is_url, open_model
 from linkcpp.model.records import (
     LayerKind,
     LayerRecord,
@@ -35,12 +35,16 @@ LONGEST_NAME = 120
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What an inventory says of where it is from."""
+    """What an inventory says of where it is from.
+
+    ``unnamed`` is what to call a model whose header does not; else its source tells.
+    """
 
     source: str
     digest: str | None
     file_bytes: int
     part_count: int = 1
+    unnamed: str | None = None
 
 
 def read_inventory(source: str | Path) -> ModelInventory:
@@ -52,13 +56,23 @@ def read_inventory(source: str | Path) -> ModelInventory:
         LinkcppError: the model cannot be read, or llama.cpp could not load it; says which and why.
     """
     with open_model(source) as files:
-        identity = ModelIdentity(
-            source=_lasting_name(files.sources[0].name),
-            digest=files.digest,
-            file_bytes=files.file_bytes,
-            part_count=len(files.sources),
-        )
-        return build_inventory(identity, files.metadata, files.tensors)
+        return inventory_of(files, _lasting_name(files.sources[0].name))
+
+
+def inventory_of(files: ModelFiles, source: str, *, unnamed: str | None = None) -> ModelInventory:
+    """Take stock of an opened model; ``source`` is what leads to it again.
+
+    A model whose header has no name is called ``unnamed``, or as its file. Raises as
+    ``build_inventory``.
+    """
+    identity = ModelIdentity(
+        source=source,
+        digest=files.digest,
+        file_bytes=files.file_bytes,
+        part_count=len(files.sources),
+        unnamed=unnamed,
+    )
+    return build_inventory(identity, files.metadata, files.tensors)
 
 
 def _lasting_name(name: str) -> str:
@@ -93,7 +107,7 @@ def build_inventory(
         types[record.type_name] += record.size_bytes
     shape = _shape(architecture, layers, embedding)
     return ModelInventory(
-        name=_name(identity.source, metadata),
+        name=_name(identity, metadata),
         source=identity.source,
         digest=identity.digest,
         file_bytes=identity.file_bytes,
@@ -264,8 +278,8 @@ def _shape(
     )
 
 
-def _name(source: str, metadata: Mapping[str, Value]) -> str:
+def _name(identity: ModelIdentity, metadata: Mapping[str, Value]) -> str:
     given = metadata.get("general.name")
     name = given if isinstance(given, str) else ""
     name = "".join(letter for letter in name if letter.isprintable()).strip()[:LONGEST_NAME]
-    return name or source.rpartition("/")[2].removesuffix(".gguf")
+    return name or identity.unnamed or identity.source.rpartition("/")[2].removesuffix(".gguf")

@@ -28,6 +28,7 @@ from linkcpp.registry.edges import (
 )
 from linkcpp.registry.encoding import nonce
 from linkcpp.registry.keys import MachineKeys, load_keys
+from linkcpp.registry.models import ServedModelList
 from linkcpp.registry.proofs import join_request, renew_request
 from linkcpp.registry.records import (
     Heartbeat,
@@ -100,6 +101,10 @@ class HubClient(HubConnection):
     async def gateway_heartbeat(self, body: GatewayHeartbeat) -> GatewayHeartbeatAnswer:
         """Tell that this gateway is alive, and which edges it has."""
         return await self.call(GatewayHeartbeatAnswer, "POST", "/v1/gateways/heartbeat", body)
+
+    async def models(self) -> ServedModelList:
+        """List the models whose weights the hub gives."""
+        return await self.call(ServedModelList, "GET", "/v1/models")
 
     async def create_join_token(self, body: JoinTokenRequest) -> NewJoinToken:
         """Make a join token."""

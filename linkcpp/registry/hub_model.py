@@ -98,17 +98,25 @@ class HubModel:
         """All that came over the network for this model so far."""
         return sum(source.bytes_read for source in self._asked)
 
+    def slice_manifest(self, segments: tuple[Segment, ...]) -> Manifest:
+        """Return the hashes of a slice.
+
+        Raises:
+            LinkcppError: they are not to be had.
+        """
+        query = _segments_query(segments)
+        return self._manifest(Manifest, f"manifest?{query}", query)
+
     def slice_supply(self, segments: tuple[Segment, ...]) -> SupplyOf:
         """Say where the units of a slice are and what they must be.
 
         The returned function raises ``LinkcppError`` where the hub's hashes are not to be had, or
         describe another file.
         """
-        text = segments_text(segments)
-        query = f"segments={quote(text, safe=':;,-')}"
+        query = _segments_query(segments)
 
         def supply_of(job: CopyJob) -> Supply:
-            manifest = self._manifest(Manifest, f"manifest?{query}", text)
+            manifest = self.slice_manifest(segments)
             header = hashlib.sha256(job.header).hexdigest()
             if [span.sha256 for span in manifest.spans] != [header]:
                 raise LinkcppError(
@@ -262,6 +270,10 @@ class HubModel:
         if source.size_bytes > most_bytes:
             raise LinkcppError(f"{source.name} has {source.size_bytes} bytes, which cannot be.")
         return b"".join(bytes(part) for part in source.stream(0, source.size_bytes))
+
+
+def _segments_query(segments: tuple[Segment, ...]) -> str:
+    return f"segments={quote(segments_text(segments), safe=':;,-')}"
 
 
 def fetch_backbone(

@@ -1,0 +1,105 @@
+"""Models wherever they are: a file, the web, a preset, or a hub, of which only headers are read."""
+
+import asyncio
+import hashlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.paths import cache_folder, expand_home
+from linkcpp.model.inventory import inventory_of, read_inventory
+from linkcpp.model.parts import is_url
+from linkcpp.model.presets import load_model
+from linkcpp.model.records import ModelInventory
+from linkcpp.registry.client import joined_client
+from linkcpp.registry.hub_model import HubModel
+from linkcpp.registry.hub_places import HubPlace, may_be_hub_name, parse_hub_location
+from linkcpp.registry.hub_tokens import hub_access
+from linkcpp.registry.models import ServedModel
+
+_MOST_OFFERED = 5
+
+
+def load_model_anywhere(text: str, hub_urls: Collection[str] = ()) -> ModelInventory:
+    """Take stock of a model as a user names it: a path, a URL, a hub's location, a name.
+
+    A name is looked for at the hubs that are given, in their order, and only then among presets.
+    Of a hub's model ``source`` is its location. Blocks, and must not run in an event loop.
+
+    Raises:
+        LinkcppError: there is no such model, it cannot be read, or a hub cannot be asked.
+    """
+    place = parse_hub_location(text)
+    if place is not None:
+        return _read_at_hub(place)
+    if not hub_urls or not may_be_hub_name(text) or expand_home(Path(text)).is_file():
+        return load_model(text)
+    known: list[str] = []
+    for url in hub_urls:
+        names = [model.name for model in asyncio.run(hub_models(url))]
+        if found := _same_name(text, names):
+            return _read_at_hub(HubPlace(url, found))
+        known += names
+    try:
+        return load_model(text)
+    except LinkcppError as error:
+        offered = f"Those there have {', '.join(known[:_MOST_OFFERED])}. " if known else ""
+        raise LinkcppError(
+            f"{error.message} No hub that was named has it.", hint=offered + (error.hint or "")
+        ) from error
+
+
+def read_inventory_anywhere(location: str) -> ModelInventory:
+    """Take stock of a model at a path, a URL or a hub's location; raises as ``read_inventory``."""
+    place = parse_hub_location(location)
+    return read_inventory(location) if place is None else _read_at_hub(place)
+
+
+def is_elsewhere(location: str) -> bool:
+    """Whether a model's location is not a file of this machine.
+
+    Raises:
+        LinkcppError: it is a hub's, and malformed.
+    """
+    return is_url(location) or parse_hub_location(location) is not None
+
+
+@contextmanager
+def opened_at_hub(place: HubPlace) -> Iterator[HubModel]:
+    """Open a hub's model with this machine's own tokens; what was read of headers is kept.
+
+    Raises:
+        LinkcppError: this machine did not join the hub; as ``HubModel``.
+    """
+    folder = hashlib.sha256(place.location.encode()).hexdigest()[:32]
+    cache = cache_folder() / "hub-models" / folder
+    with hub_access(place.hub_url) as access, HubModel(access, place.name, cache=cache) as model:
+        yield model
+
+
+async def hub_models(hub_url: str) -> tuple[ServedModel, ...]:
+    """List the models of a hub.
+
+    Raises:
+        LinkcppError: this machine did not join it, or it does not answer.
+    """
+    async with joined_client(hub_url) as client:
+        return (await client.models()).models
+
+
+async def name_at_hub(hub_url: str, digest: str) -> str | None:
+    """Find what a hub calls the model of this digest, if it serves it; raises as ``hub_models``."""
+    models = await hub_models(hub_url)
+    return next((m.name for m in models if m.digest == digest and m.problem is None), None)
+
+
+def _same_name(text: str, names: list[str]) -> str | None:
+    if text in names:
+        return text
+    return next((name for name in names if name.casefold() == text.casefold()), None)
+
+
+def _read_at_hub(place: HubPlace) -> ModelInventory:
+    with opened_at_hub(place) as model:
+        return inventory_of(model.files, place.location, unnamed=place.name)
