@@ -106,14 +106,16 @@ def fetch(config: FetchConfig) -> None:
     if wanted.hub_model is None or config.hub_url is None:
         assert wanted.url is not None  # noqa: S101 - the request names one of both
         with open_whole_model(wanted.url) as files:
-            _write(config, files, lambda: sum(source.bytes_read for source in files.sources), None)
+            _print(_write(config, files, lambda: sum(s.bytes_read for s in files.sources), None))
         return
     access = HubAccess(config.hub_url, partial(_token, config))
     cache = config.output.parent
     with HubModel(access, wanted.hub_model, url=wanted.url, cache=cache) as model:
         supply_of = model.slice_supply(merge_segments(wanted.segments))
-        _write(config, model.files, lambda: model.transferred_bytes, supply_of)
+        last = _write(config, model.files, lambda: model.transferred_bytes, supply_of)
+        # The agent may end this program as soon as it hears that it is done.
         model.forget()
+        _print(last)
 
 
 def _token(config: FetchConfig) -> str:
@@ -126,7 +128,7 @@ def _write(
     files: ModelFiles,
     transferred_bytes: Callable[[], int],
     supply_of: SupplyOf | None,
-) -> None:
+) -> FetchNews:
     wanted = config.request
     if files.digest != wanted.model_digest:
         raise LinkcppError(
@@ -148,7 +150,7 @@ def _write(
         )
     with _Reporter(transferred_bytes, job.file_bytes, len(job.header)) as reporter:
         write_slice(files, segments, config.output, reporter.add, supply_of)
-    _print(reporter.news().model_copy(update={"is_done": True}))
+    return reporter.news().model_copy(update={"is_done": True})
 
 
 def _print(news: FetchNews) -> None:

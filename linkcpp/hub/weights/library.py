@@ -67,6 +67,7 @@ class Library:
 
     def manifest(self, name: str, *, packed: bool) -> Content:
         """The whole model's manifest, ``packed`` by gzip or not."""
+        self.catalogue.entry(name)
         content = self.catalogue.manifest(name)
         if packed:
             return _json(content)._replace(encoding="gzip")

@@ -7,12 +7,11 @@ slow caller. A file that is not the one that was hashed any more is not sent.
 import asyncio
 import logging
 import os
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -38,27 +37,34 @@ _R = TypeVar("_R")
 _log = logging.getLogger(__name__)
 
 
+class Download:
+    """One download of a machine; ``ended`` is set when the machine was revoked."""
+
+    def __init__(self, machine: str) -> None:
+        self.machine = machine
+        self.ended = asyncio.Event()
+
+
 class Downloads:
     """How many downloads run, for whom, and how much they sent; ends those of one machine."""
 
     def __init__(self, *, most: int = 64, most_per_machine: int = 8) -> None:
         self._most = most
         self._most_per_machine = most_per_machine
-        self._running: Counter[str] = Counter()
-        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+        self._running: set[Download] = set()
+        self._reader = ThreadPoolExecutor(_READERS, thread_name_prefix="weights")
         self.sent_bytes = 0
         self.refused_count = 0
-        self._reader = ThreadPoolExecutor(_READERS, thread_name_prefix="weights")
 
     @property
     def running_count(self) -> int:
         """Downloads that run now."""
-        return self._running.total()
+        return len(self._running)
 
     def end_all_of(self, machine: str) -> None:
         """End the downloads of a machine that was revoked."""
-        for task in self._tasks.get(machine, ()):
-            task.cancel()
+        for download in self._of(machine):
+            download.ended.set()
 
     def close(self) -> None:
         """Give back the threads."""
@@ -68,32 +74,23 @@ class Downloads:
         """Have a thread read from the disk."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, call)
 
-    def take(self, machine: str) -> bool:
-        """Begin one, unless too many run."""
-        is_full = self.running_count >= self._most
-        if is_full or self._running[machine] >= self._most_per_machine:
+    @contextmanager
+    def running(self, machine: str) -> Iterator[Download | None]:
+        """Count a download while the block runs; ``None`` where too many run already."""
+        is_full = len(self._running) >= self._most
+        if is_full or len(self._of(machine)) >= self._most_per_machine:
             self.refused_count += 1
-            return False
-        self._running[machine] += 1
-        return True
-
-    def give_back(self, machine: str) -> None:
-        """End one that was taken."""
-        self._running[machine] -= 1
-        if not self._running[machine]:
-            del self._running[machine]
-
-    @asynccontextmanager
-    async def ended_with(self, machine: str, task: asyncio.Task[None]) -> AsyncIterator[None]:
-        """Have a task ended when its machine is revoked."""
-        tasks = self._tasks.setdefault(machine, set())
-        tasks.add(task)
+            yield None
+            return
+        download = Download(machine)
+        self._running.add(download)
         try:
-            yield
+            yield download
         finally:
-            tasks.discard(task)
-            if not tasks:
-                self._tasks.pop(machine, None)
+            self._running.discard(download)
+
+    def _of(self, machine: str) -> list[Download]:
+        return [download for download in self._running if download.machine == machine]
 
 
 def answer(content: Content, request: Request, downloads: Downloads, machine: str) -> Response:
@@ -150,38 +147,21 @@ class ContentResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, unless too many downloads run."""
-        if not self._downloads.take(self._machine):
-            await _busy(scope, receive, send)
-            return
-        try:
+        with self._downloads.running(self._machine) as download:
+            if download is None:
+                await _busy(scope, receive, send)
+                return
             needed = self._content.layout.files(self._start, self._end)
-            files = await self._downloads.read(lambda: _OpenFiles(self._content.files, needed))
-        except HubProblem as problem:
-            self._downloads.give_back(self._machine)
-            await JSONResponse(problem.body().model_dump(), problem.status)(scope, receive, send)
-            return
-        except BaseException:
-            self._downloads.give_back(self._machine)
-            raise
-        try:
-            await self._send_while_heard(files, receive, send)
-        finally:
-            files.close()
-            self._downloads.give_back(self._machine)
-
-    async def _send_while_heard(self, files: "_OpenFiles", receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send(files, send))
-        leaving = asyncio.create_task(_left(receive))
-        async with self._downloads.ended_with(self._machine, sending):
             try:
-                await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                files = await self._downloads.read(lambda: _OpenFiles(self._content.files, needed))
+            except HubProblem as problem:
+                refusal = JSONResponse(problem.body().model_dump(), problem.status)
+                await refusal(scope, receive, send)
+                return
+            try:
+                await _first_of(self._send(files, send), _left(receive), download.ended.wait())
             finally:
-                for task in (sending, leaving):
-                    task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await leaving
-                with suppress(asyncio.CancelledError):
-                    await sending
+                files.close()
 
     async def _send(self, files: "_OpenFiles", send: Send) -> None:
         start: Message = {
@@ -275,6 +255,19 @@ def _changed(error: OSError | None = None) -> HubProblem:
         "The model's file on the hub's disk is gone, or is not the one that was added.",
         hint="The hub's owner can `linkcpp hub models remove` it and add it again.",
     )
+
+
+async def _first_of(*calls: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of them is done, and end the others."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _left(receive: Receive) -> None:

@@ -45,11 +45,13 @@ def add(folder: Path, location: Path | str, name: str = "m", *, copies: bool = F
 class SmallHub:
     """A running hub; ``sent`` has (path, bytes of the body) of every answer."""
 
-    def __init__(self, folder: Path, **limits: int) -> None:
+    def __init__(self, folder: Path, port: int = 0, **limits: int) -> None:
         self.downloads = Downloads(**limits)
         self.tokens = dict(TOKENS)
         self.sent: list[tuple[str, int]] = []
         self.damage: dict[str, int] = {}
+        self.go_on = threading.Event()
+        self._pauses: dict[str, int] = {}
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         add_weight_routes(app, Library(Catalogue(folder)), self.downloads)
         check_routes(app.routes)
@@ -60,7 +62,7 @@ class SmallHub:
 
         options = {"max_message_bytes": 1, "ping_interval_seconds": 9, "ping_timeout_seconds": 9}
         self._server = make_server(self._counted(app), **options)  # type: ignore[arg-type]
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket = socket.create_server(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._thread = threading.Thread(target=self._run)
 
@@ -69,6 +71,7 @@ class SmallHub:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.go_on.set()
         self._server.should_exit = True
         self._thread.join()
         self.downloads.close()
@@ -76,6 +79,10 @@ class SmallHub:
     @property
     def sent_bytes(self) -> int:
         return sum(size for _, size in self.sent)
+
+    def pause_after(self, kind: str, size_bytes: int) -> None:
+        """Stop sending of a kind after so many bytes, until ``go_on`` is set."""
+        self._pauses[kind] = size_bytes
 
     def access(self, token: str = "node-token") -> HubAccess:  # noqa: S107
         return HubAccess(self.url, lambda: token)
@@ -105,11 +112,19 @@ class SmallHub:
                 if message["type"] == "http.response.body":
                     message = {**message, "body": self._damaged(path, message.get("body", b""))}
                     self.sent.append((path, len(message["body"])))
+                    while self._is_paused(path):  # noqa: ASYNC110 - set by another thread
+                        await asyncio.sleep(0.01)
                 await send(message)
 
             await app(scope, receive, count)
 
         return counted
+
+    def _is_paused(self, kind: str) -> bool:
+        most = self._pauses.get(kind)
+        if most is None or self.go_on.is_set():
+            return False
+        return sum(size for path, size in self.sent if path == kind) > most
 
     def _damaged(self, path: str, body: bytes) -> bytes:
         """Turn over a bit of as many answers as ``damage`` says for what they are about."""
