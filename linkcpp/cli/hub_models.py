@@ -9,27 +9,24 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from linkcpp.cli.hub_access import DATA_OPTION, JSON_OPTION, data_folder_of
 from linkcpp.cli.output import byte_bar, console, print_json, status_console
 from linkcpp.cli.verb import verb
-from linkcpp.common.paths import data_folder, expand_home
+from linkcpp.common.paths import expand_home
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
 from linkcpp.hub.weights.adding import Addition, add_model, name_for
-from linkcpp.hub.weights.catalogue import Catalogue, check_name
+from linkcpp.hub.weights.catalogue import Catalogue, check_name, models_folder
 from linkcpp.model.parts import is_url
 from linkcpp.model.web_source import public_url
 from linkcpp.registry.models import ServedModel
 
 app = verb(help="Add, list and remove the models of a hub.", no_args_is_help=True)
 
-DataOption = Annotated[
-    Path | None, typer.Option("--data", help="The hub's data folder.", file_okay=False)
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-
 
 @app.command()
 def add(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="A GGUF file, any part of a split one, or an http(s) URL.")
     ],
@@ -41,8 +38,8 @@ def add(
         bool,
         typer.Option("--copy", help="Copy the files into the data folder, and serve these."),
     ] = False,
-    data: DataOption = None,
-    as_json: JsonOption = False,
+    data: DATA_OPTION = None,
+    as_json: JSON_OPTION = False,
 ) -> None:
     """Hash a model, expert by expert, and serve it from now on; a running hub sees it at once.
 
@@ -57,7 +54,7 @@ def add(
         unix_time=time.time(),
     )
     try:
-        entry = add_model(_catalogue(data), wanted, byte_bar)
+        entry = add_model(_catalogue(data or context.obj), wanted, byte_bar)
     except KeyboardInterrupt:
         status_console().print("The same command goes on from here.")
         raise
@@ -68,9 +65,11 @@ def add(
 
 
 @app.command(name="list")
-def list_models(*, data: DataOption = None, as_json: JsonOption = False) -> None:
+def list_models(
+    context: typer.Context, *, data: DATA_OPTION = None, as_json: JSON_OPTION = False
+) -> None:
     """List the hub's models."""
-    entries = _catalogue(data).entries()
+    entries = _catalogue(data or context.obj).entries()
     if as_json:
         models = [
             {**_public(entry.model), "paths": [str(file.path) for file in entry.files]}
@@ -97,15 +96,19 @@ def list_models(*, data: DataOption = None, as_json: JsonOption = False) -> None
 
 
 @app.command()
-def remove(name: Annotated[str, typer.Argument()], *, data: DataOption = None) -> None:
+def remove(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="What the hub calls it.")],
+    *,
+    data: DATA_OPTION = None,
+) -> None:
     """Take a model out of the hub; its own files stay, copies in the data folder are deleted."""
-    _catalogue(data).remove(name)
+    _catalogue(data or context.obj).remove(name)
     console().print(f"Removed {escape(printable(name))}.")
 
 
 def _catalogue(data: Path | None) -> Catalogue:
-    folder = expand_home(data) if data is not None else data_folder() / "hub"
-    return Catalogue(folder / "models")
+    return Catalogue(models_folder(data_folder_of(data)))
 
 
 def _summary(model: ServedModel) -> str:

@@ -222,7 +222,11 @@ class WebSource:
 
     def _authorization(self) -> dict[str, str]:
         if self._bearer is not None:
-            return {"Authorization": f"Bearer {self._bearer()}"}
+            try:
+                return {"Authorization": f"Bearer {self._bearer()}"}
+            except LinkcppError as error:
+                # A hub that does not answer gives no token either, for now.
+                raise _PassingError(error.message, hint=error.hint) from error
         token = os.environ.get(TOKEN_VARIABLE)
         if not token and self._url.host == HUGGING_FACE_HOST:
             token = os.environ.get("HF_TOKEN")

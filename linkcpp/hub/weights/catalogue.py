@@ -66,6 +66,11 @@ def check_name(name: str) -> str:
     return name
 
 
+def models_folder(data: Path) -> Path:
+    """Where the models of the hub with this data folder are."""
+    return data / "models"
+
+
 class Catalogue:
     """The models below a hub's data folder. All methods block."""
 
