@@ -35,6 +35,7 @@ VERBS = (
     "engine",
     "token",
     "node",
+    "join",
     "hub",
     "discover",
     "inspect",

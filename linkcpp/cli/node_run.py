@@ -5,6 +5,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from linkcpp.cli.output import console, status_console
@@ -17,6 +18,7 @@ from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.records import Engine
 from linkcpp.node.agent import AgentOptions, NodeAgent, engine_or_problem, measure_overhead
+from linkcpp.node.joining import Joining
 
 
 def check_options(options: AgentOptions, engine: Engine, overhead_bytes: int) -> None:
@@ -60,15 +62,20 @@ def look_at_machine(explicit: Path | None) -> tuple[Engine, int]:
         return engine, asyncio.run(measure_overhead(engine))
 
 
-async def serve(agent: NodeAgent, sockets: list[socket.socket], host: str | None) -> None:
-    """Serve until a signal ends it."""
+async def serve(
+    agent: NodeAgent,
+    sockets: list[socket.socket],
+    host: str | None,
+    joining: Joining | None = None,
+) -> None:
+    """Serve until a signal ends it, as a member of a hub where it joined one."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
-    urls = _urls(host, sockets[0].getsockname()[1])
+    urls = joining.places if joining else _urls(host, sockets[0].getsockname()[1])
     kept = agent.servers.overhead_bytes
-    await agent.serve(sockets, stop, lambda record: _announce(record, urls, kept))
+    await agent.serve(sockets, stop, lambda record: _announce(record, urls, kept), joining)
     status_console().print("stopped; nothing of this node is left running")
 
 
@@ -80,7 +87,7 @@ def _urls(host: str | None, port: int) -> list[str]:
     return [node_url(address, port) for address in addresses if not address.startswith("fe80")]
 
 
-def _announce(record: NodeRecord, urls: list[str], kept_bytes: int) -> None:
+def _announce(record: NodeRecord, urls: Sequence[str], kept_bytes: int) -> None:
     out = console()
     engine = record.engine.label if record.engine else "none that works"
     out.print(f"[bold]{plain(record.name)}[/] is a node: {plain(', '.join(urls))}", soft_wrap=True)

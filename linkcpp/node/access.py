@@ -9,8 +9,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from linkcpp.cluster.token import tokens_equal
 from linkcpp.common.access import RateLimit, read_body, refuse, replay
 from linkcpp.common.records import ErrorBody
+from linkcpp.registry.relay import DIRECT_PATH
 
 HEALTH_PATH = "/v1/health"
+_OPEN = {("http", HEALTH_PATH), ("websocket", DIRECT_PATH)}
 MAX_BODY_BYTES = 64 * 1024
 BODY_DEADLINE_SECONDS = 10.0
 MAX_MANIFEST_BYTES = 16 * 2**20
@@ -22,17 +24,40 @@ _MANIFEST = re.compile(r"/v1/slices/[0-9a-f]{32}/manifest")
 _log = logging.getLogger(__name__)
 
 
+class AgentTokens:
+    """The tokens that the agent takes: the cluster's, and those of edges while they live."""
+
+    def __init__(self, cluster_token: str) -> None:
+        self._cluster_token = cluster_token
+        self._of_edges: set[str] = set()
+
+    def add(self, token: str) -> None:
+        """Take the token of an edge from now on."""
+        self._of_edges.add(token)
+
+    def discard(self, token: str) -> None:
+        """Take it no more."""
+        self._of_edges.discard(token)
+
+    def takes(self, shown: str) -> bool:
+        """Whether a token is one of these, in a time that does not tell how near it came."""
+        known = [tokens_equal(shown, token) for token in (self._cluster_token, *self._of_edges)]
+        return any(known)
+
+
 class AccessControl:
-    """Lets in who shows the cluster token; health and proof of life are open to all.
+    """Lets in who shows a token of the agent's; proof of life is open to all.
+
+    So is the address for direct edges, where the first message has a ticket of the hub in it.
 
     Bodies are read here, whole and bounded in size and time, before a route sees them; only the
     echo, which counts bytes without keeping them, and the upload of a slice, which puts them on the
     disk, read their own.
     """
 
-    def __init__(self, app: ASGIApp, token: str, failures: RateLimit) -> None:
+    def __init__(self, app: ASGIApp, tokens: AgentTokens, failures: RateLimit) -> None:
         self._app = app
-        self._token = token
+        self._tokens = tokens
         self._failures = failures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,7 +65,7 @@ class AccessControl:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        is_open = scope["type"] == "http" and scope["path"] == HEALTH_PATH
+        is_open = (scope["type"], scope["path"]) in _OPEN
         if not is_open and not self._is_authorized(scope):
             await self._turn_away(scope, send)
             return
@@ -61,7 +86,7 @@ class AccessControl:
         if len(values) != 1:
             return False
         scheme, _, shown = values[0].decode("latin-1").partition(" ")
-        return tokens_equal(shown.strip(), self._token) and scheme.lower() == "bearer"
+        return self._tokens.takes(shown.strip()) and scheme.lower() == "bearer"
 
     async def _turn_away(self, scope: Scope, send: Send) -> None:
         host = scope["client"][0] if scope.get("client") else "unknown"

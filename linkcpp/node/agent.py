@@ -16,13 +16,16 @@ from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import data_folder, state_folder
 from linkcpp.common.serving import make_server
+from linkcpp.edge.acceptor import EdgeAcceptor
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.fingerprint import read_devices
 from linkcpp.engine.probe import EngineProblemFound
 from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
 from linkcpp.engine.rpc_server import start_rpc_server
+from linkcpp.node.access import AgentTokens
 from linkcpp.node.app import create_app
 from linkcpp.node.connection import PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS
+from linkcpp.node.joining import Joining
 from linkcpp.node.limits import WORK_BYTES, promised
 from linkcpp.node.managed import resident_bytes
 from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
@@ -64,6 +67,8 @@ class NodeAgent:
         core_count: int,
     ) -> None:
         self.token = token
+        self.tokens = AgentTokens(token)
+        self.edges: EdgeAcceptor | None = None
         self.identity = identity
         self._engine = engine
         self._options = options
@@ -138,8 +143,13 @@ class NodeAgent:
         sockets: list[socket.socket],
         stop: asyncio.Event,
         on_ready: Callable[[NodeRecord], None],
+        joining: Joining | None = None,
     ) -> None:
-        """Run until ``stop``, then end every server, say goodbye and close the sockets."""
+        """Run until ``stop``, then end every server, say goodbye and close the sockets.
+
+        Raises:
+            RevokedError: the hub that this node joined turned it out.
+        """
         self.slices.load()
         server = make_server(
             create_app(self),
@@ -150,17 +160,27 @@ class NodeAgent:
         serving = asyncio.create_task(server.serve(sockets=sockets))
         stopping = asyncio.create_task(stop.wait())
         advertising = asyncio.create_task(self._advertise(sockets[0].getsockname()[1]))
+        joined = asyncio.create_task(self._stay_joined(joining))
         try:
             on_ready(await self.describe())
-            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving, stopping, joined}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            advertising.cancel()
-            stopping.cancel()
+            for task in (advertising, stopping, joined):
+                task.cancel()
             await asyncio.gather(self.workers.aclose(), self.servers.aclose())
             await self.slices.aclose()
             server.should_exit = True
-            await asyncio.gather(advertising, stopping, return_exceptions=True)
+            await asyncio.gather(advertising, stopping, joined, return_exceptions=True)
             await serving
+        if not joined.cancelled():
+            joined.result()
+
+    async def _stay_joined(self, joining: Joining | None) -> None:
+        if joining is None:
+            await asyncio.Event().wait()
+            return
+        async with joining.membership(self) as membership:
+            await membership.run()
 
     async def _advertise(self, port: int) -> None:
         if not self._options.mdns:

@@ -17,8 +17,10 @@ from linkcpp.cluster.token import canonical_address, health_proof, is_challenge
 from linkcpp.common.access import RateLimit, peer_of, refuse
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import ErrorBody
+from linkcpp.edge.acceptor import EdgeAcceptor
+from linkcpp.edge.carrier import AcceptedCarrier
 from linkcpp.engine.pieces import PIECE_BYTES
-from linkcpp.node.access import AccessControl
+from linkcpp.node.access import AccessControl, AgentTokens
 from linkcpp.node.bridge import Bridge
 from linkcpp.node.limits import RefusedError, takes_pieces
 from linkcpp.node.records import (
@@ -33,6 +35,7 @@ from linkcpp.node.slice_routes import add_slice_routes
 from linkcpp.node.slice_store import SliceStore
 from linkcpp.node.worker_routes import add_worker_routes
 from linkcpp.node.workers import WorkerManager
+from linkcpp.registry.relay import DIRECT_PATH
 
 MAX_ECHO_BYTES = 64 * 2**20
 ECHO_DEADLINE_SECONDS = 60.0
@@ -48,10 +51,12 @@ class Agent(Protocol):
     """What the API needs of the agent behind it."""
 
     token: str
+    tokens: AgentTokens
     identity: Identity
     servers: ServerManager
     slices: SliceStore
     workers: WorkerManager
+    edges: EdgeAcceptor | None
 
     async def describe(self) -> NodeRecord:
         """Tell what this machine has and offers now."""
@@ -73,11 +78,12 @@ def create_app(agent: Agent) -> FastAPI:
     _add_node_routes(app, agent)
     _add_server_routes(app, agent.servers)
     _add_bridge(app, agent.servers)
+    _add_direct_edges(app, agent)
     add_slice_routes(app, agent.slices)
     add_worker_routes(app, agent.workers)
     _add_errors(app)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
-    app.add_middleware(AccessControl, token=agent.token, failures=RateLimit())
+    app.add_middleware(AccessControl, tokens=agent.tokens, failures=RateLimit())
     return app
 
 
@@ -195,6 +201,17 @@ def _add_bridge(app: FastAPI, servers: ServerManager) -> None:
             reason = await server.run_bridge(link)
         finally:
             servers.release(server, reason)
+
+
+def _add_direct_edges(app: FastAPI, agent: Agent) -> None:
+    @app.websocket(DIRECT_PATH)
+    async def edge(websocket: WebSocket) -> None:
+        if agent.edges is None:
+            body = ErrorBody(code="not_joined", message="This node did not join a hub.")
+            await refuse(websocket.scope, websocket.send, 404, body)
+            return
+        await websocket.accept()
+        await agent.edges.accept_direct(AcceptedCarrier(websocket))
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.text import printable
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.connection import HubError, HubRefusedError
 from linkcpp.registry.edges import CloseEvent, EdgeEvent, EdgeOffer, HubEvent
@@ -33,11 +34,15 @@ _log = logging.getLogger(__name__)
 class EdgeTaker(Protocol):
     """What takes part in edges for this node."""
 
-    def offer(self, offer: EdgeOffer) -> None:
-        """Take part in an edge, or take another way for a known one."""
+    async def offer(self, offer: EdgeOffer) -> None:
+        """Take part in an edge, or take another way for a known one.
+
+        Raises:
+            LinkcppError: this node does not.
+        """
         ...
 
-    def close_edge(self, edge_id: str) -> None:
+    async def close_edge(self, edge_id: str) -> None:
         """End an edge."""
         ...
 
@@ -102,7 +107,7 @@ class Membership:
                 told = None if answer.wants_state else news or told
                 pause_seconds = 0.0 if answer.wants_state else answer.interval_seconds
                 for offer in answer.offers:
-                    self._edges.offer(offer)
+                    await self._take_part(offer)
             sequence += 1
             await self._sleep(pause_seconds)
 
@@ -122,19 +127,25 @@ class Membership:
                     self._wake.set()
                     async for event in events:
                         pause_seconds = _FIRST_PAUSE_SECONDS
-                        self._take(event)
+                        await self._take(event)
             except HubError as error:
                 self._note_failure(error)
             await asyncio.sleep(pause_seconds * random.uniform(0.5, 1.0))  # noqa: S311
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-    def _take(self, event: HubEvent) -> None:
+    async def _take(self, event: HubEvent) -> None:
         if isinstance(event, EdgeEvent):
-            self._edges.offer(event.offer)
+            await self._take_part(event.offer)
         elif isinstance(event, CloseEvent):
-            self._edges.close_edge(event.edge_id)
+            await self._edges.close_edge(event.edge_id)
         else:
             raise _revoked(self._client.url)
+
+    async def _take_part(self, offer: EdgeOffer) -> None:
+        try:
+            await self._edges.offer(offer)
+        except LinkcppError as error:
+            _log.warning("not in an edge with %s: %s", printable(offer.peer_name, 64), error)
 
     async def _keep_measuring(self) -> None:
         while True:

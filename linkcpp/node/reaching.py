@@ -1,23 +1,81 @@
-"""Clients of nodes, whatever way leads to each."""
+"""Clients of nodes, whatever way leads to each: an address on a network, or a hub.
 
+An address at a hub (``hub+https://hub.example#ID``) stands for an edge: a port on this machine's
+loopback behind which the node's agent seems to be, over a direct link or a relay.
+"""
+
+import asyncio
+
+from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.token import load_token
 from linkcpp.common.errors import LinkcppError
-from linkcpp.node.client import NodeClient, WrongTokenError
+from linkcpp.edge.endpoint import EdgeEndpoint
+from linkcpp.edge.offers import HubOffers
+from linkcpp.edge.status import EdgeState, EdgeStatus
+from linkcpp.node.client import NodeClient, NodeUnreachableError, WrongTokenError
+from linkcpp.registry.client import HubClient, joined_client
+from linkcpp.registry.discovering import parse_hub_node_url
+from linkcpp.registry.keys import load_keys
 
 
 class Reach:
-    """Opens clients; what they share ends with ``aclose``."""
+    """Opens clients; edges and connections to hubs are shared by them and end with ``aclose``."""
+
+    def __init__(self) -> None:
+        self._hubs: dict[str, HubClient] = {}
+        self._edges: dict[str, EdgeEndpoint] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
 
     async def open(self, url: str, *, timeout_seconds: float = 10.0) -> NodeClient:
         """Make the client of the node at ``url``; the caller closes it.
 
         Raises:
-            WrongTokenError: this machine has no cluster token.
+            WrongTokenError: this machine has no cluster token, or did not join the hub.
+            NodeUnreachableError: the edge does not come about.
         """
-        return NodeClient(url, _cluster_token(), timeout_seconds=timeout_seconds)
+        if parse_hub_node_url(url) is None:
+            return NodeClient(url, _cluster_token(), timeout_seconds=timeout_seconds)
+        # Of several who want the same node at once, one opens the edge.
+        async with self._opening.setdefault(url, asyncio.Lock()):
+            edge = self._edges.get(url)
+            if edge is None or edge.status().state in (EdgeState.FAILED, EdgeState.CLOSED):
+                edge = self._edges[url] = await self._edge(url)
+        return NodeClient(url, edge.token, timeout_seconds=timeout_seconds, edge_port=edge.port)
+
+    def edge_status(self, url: str) -> EdgeStatus | None:
+        """Tell what the edge behind an address does; ``None`` where the address needs none."""
+        edge = self._edges.get(url)
+        return edge.status() if edge is not None else None
 
     async def aclose(self) -> None:
-        """Close what the clients share."""
+        """End the edges, and the connections to hubs."""
+        edges, hubs = list(self._edges.values()), list(self._hubs.values())
+        self._edges.clear()
+        self._hubs.clear()
+        await asyncio.gather(*(edge.aclose() for edge in edges))
+        await asyncio.gather(*(hub.aclose() for hub in hubs))
+
+    async def _edge(self, url: str) -> EdgeEndpoint:
+        through = parse_hub_node_url(url)
+        assert through is not None  # noqa: S101 - the caller looked
+        hub_url, node_id = through
+        hub = self._hub(hub_url)
+        endpoint = EdgeEndpoint(
+            HubOffers(hub, node_id), own_key=load_keys().edge, own_node_id=load_identity().node_id
+        )
+        try:
+            return await endpoint.open()
+        except LinkcppError as error:
+            raise NodeUnreachableError(error.message, hint=error.hint, code="no_edge") from error
+
+    def _hub(self, hub_url: str) -> HubClient:
+        known = self._hubs.get(hub_url)
+        if known is None:
+            try:
+                known = self._hubs[hub_url] = joined_client(hub_url)
+            except LinkcppError as error:
+                raise WrongTokenError(error.message, hint=error.hint, code="not_joined") from error
+        return known
 
 
 def _cluster_token() -> str:

@@ -1,0 +1,185 @@
+"""``linkcpp join``: this machine in a hub, as what its join token says."""
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from linkcpp.cli.join_token import (
+    is_literal,
+    read_join_token,
+    restart_without_token,
+    without_token,
+)
+from linkcpp.cli.node_run import check_options, log_for_people, look_at_machine, serve
+from linkcpp.cli.output import console, status_console
+from linkcpp.cli.verb import verb
+from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
+from linkcpp.cluster.identity import load_identity
+from linkcpp.cluster.limits import usable_cores
+from linkcpp.cluster.token import load_token, make_challenge
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.service import systemd_unit
+from linkcpp.common.sockets import listen
+from linkcpp.common.units import parse_bytes
+from linkcpp.node.agent import AgentOptions, NodeAgent
+from linkcpp.node.alone import only_agent
+from linkcpp.node.joining import Joining
+from linkcpp.registry.client import join_hub
+from linkcpp.registry.credentials import HubCredentials, load_credentials
+from linkcpp.registry.encoding import fingerprint
+from linkcpp.registry.keys import load_keys
+from linkcpp.registry.records import Role
+
+app = verb()
+
+_LOOPBACK = "127.0.0.1"
+_NEXT_STEPS = {
+    Role.BACKBONE: (
+        "This machine may use the nodes of the hub:",
+        "linkcpp discover --hub {url}",
+        "linkcpp plan --model MODEL --mode experts --hub {url} -o p.json",
+    ),
+    Role.ADMIN: (
+        "This machine may manage the hub:",
+        "linkcpp hub nodes --hub {url}",
+        "linkcpp hub token create --hub {url}",
+    ),
+    Role.GATEWAY: (
+        "This machine may relay for the hub:",
+        "linkcpp gateway --hub {url}",
+    ),
+}
+
+
+@app.command()
+def join(
+    url: Annotated[str, typer.Argument(help="The hub, such as https://hub.example.")],
+    *,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            help="The join token: - asks for it, @FILE reads it, or the token itself; also "
+            "LINKCPP_JOIN_TOKEN. Not needed again later."
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name to show; default: the host name.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="The most that this machine gives, like 6GB.")
+    ] = None,
+    slices: Annotated[
+        str | None, typer.Option(help="The most disk space for slices, like 20GB; 0: none.")
+    ] = None,
+    device: Annotated[
+        list[str] | None, typer.Option(help="Offer only this device; may be given several times.")
+    ] = None,
+    engine: Annotated[
+        Path | None, typer.Option(help="Folder of the llama.cpp programs to use.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address for direct links; all interfaces, if not given.")
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port for direct links; 0 takes a free one.")
+    ] = DEFAULT_AGENT_PORT,
+    no_listen: Annotated[
+        bool, typer.Option("--no-listen", help="Take no direct links: only outbound connections.")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Allow a hub without TLS beyond loopback. Not safe.")
+    ] = False,
+    unit: Annotated[
+        bool, typer.Option("--systemd-unit", help="Print a systemd unit that runs this, and end.")
+    ] = False,
+) -> None:
+    """Join a hub; a node then serves what it is asked to, until Ctrl-C, and needs no open port.
+
+    Where machines can reach each other directly they do; else the hub's gateway relays what only
+    the two can read.
+    """
+    config = load_config()
+    identity = load_identity(name or config.name)
+    credentials = _credentials(url, token, name or config.name, plain=plain)
+    role = credentials.node_token.role
+    if unit:
+        _print_unit(role)
+        return
+    if role is not Role.NODE:
+        _tell_what_next(credentials)
+        return
+    limit = parse_bytes(memory) if memory is not None else config.memory_limit_bytes
+    options = AgentOptions(
+        host=_LOOPBACK if no_listen else host,
+        memory_limit_bytes=limit,
+        devices=tuple(device) if device else None,
+        mdns=False,
+        slices_limit_bytes=parse_bytes(slices) if slices is not None else None,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(only_agent())
+        sockets = [stack.enter_context(opened) for opened in listen(_LOOPBACK, 0)]
+        own_port = sockets[0].getsockname()[1]
+        if not no_listen:
+            sockets += [stack.enter_context(opened) for opened in listen(host, port)]
+        log_for_people()
+        chosen, overhead_bytes = look_at_machine(engine or config.engine)
+        check_options(options, chosen, overhead_bytes)
+        agent = NodeAgent(
+            token=_agent_token(),
+            identity=identity,
+            engine=chosen,
+            options=options,
+            overhead_bytes=overhead_bytes,
+            core_count=usable_cores(),
+        )
+        direct_port = None if no_listen else sockets[-1].getsockname()[1]
+        joining = Joining(credentials, agent_port=own_port, host=host, direct_port=direct_port)
+        asyncio.run(serve(agent, sockets, host, joining))
+
+
+def _credentials(url: str, token: str | None, name: str | None, *, plain: bool) -> HubCredentials:
+    """Exchange a join token where one was given, else use what an earlier one was exchanged for."""
+    secret = read_join_token(token)
+    if secret is None:
+        return load_credentials(url)
+    with status_console().status("joining the hub"):
+        credentials = asyncio.run(
+            join_hub(
+                url,
+                secret,
+                identity=load_identity(name),
+                keys=load_keys(),
+                allow_plain=plain,
+            )
+        )
+    if token is not None and is_literal(token):
+        restart_without_token()
+    return credentials
+
+
+def _agent_token() -> str:
+    """Return the cluster token, or one that nobody knows where this machine has none."""
+    try:
+        return load_token()
+    except LinkcppError:
+        return make_challenge()
+
+
+def _print_unit(role: Role) -> None:
+    words = [word for word in without_token(sys.argv[1:]) if word != "--systemd-unit"]
+    command = [sys.executable, "-m", "linkcpp.cli.main", *words]
+    text = systemd_unit("join", f"linkcpp {role.value} of a hub", command)
+    console().print(text, end="", markup=False, soft_wrap=True)
+
+
+def _tell_what_next(credentials: HubCredentials) -> None:
+    out = console()
+    first, *commands = _NEXT_STEPS[credentials.node_token.role]
+    out.print(first, markup=False)
+    for command in commands:
+        out.print(f"  {command.format(url=credentials.url)}", markup=False, soft_wrap=True)
+    key = fingerprint(load_keys().edge_public)
+    out.print(f"Its key, for whoever asks: {key}", markup=False, soft_wrap=True)

@@ -1,0 +1,84 @@
+"""A join token, however a person hands it over, and out of the process list again."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.paths import expand_home
+
+TOKEN_VARIABLE = "LINKCPP_JOIN_TOKEN"  # noqa: S105 - the name of a variable, no secret
+_LONGEST_TOKEN_BYTES = 4096
+
+
+def is_literal(value: str) -> bool:
+    """Whether an option holds the token itself, which everybody on the machine can then read."""
+    return value != "-" and not value.startswith("@")
+
+
+def read_join_token(value: str | None) -> str | None:
+    """Read a token from ``-`` (standard input or a question), ``@FILE``, itself, or the variable.
+
+    Returns ``None`` where none was given.
+
+    Raises:
+        LinkcppError: the file cannot be read, or nothing was entered.
+    """
+    if value is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    if value == "-":
+        return _from_stdin()
+    if value.startswith("@"):
+        return _from_file(expand_home(Path(value[1:])))
+    return value
+
+
+def _from_stdin() -> str:
+    if sys.stdin is not None and sys.stdin.isatty():
+        text = str(typer.prompt("Join token", hide_input=True))
+    else:
+        text = sys.stdin.read(_LONGEST_TOKEN_BYTES) if sys.stdin is not None else ""
+    if not text.strip():
+        raise LinkcppError(
+            "No join token came on standard input.",
+            hint="`linkcpp hub token create` on the hub makes one.",
+        )
+    return text.strip()
+
+
+def _from_file(path: Path) -> str:
+    try:
+        with path.open(encoding="ascii", errors="replace") as file:
+            return file.read(_LONGEST_TOKEN_BYTES).strip()
+    except OSError as error:
+        raise LinkcppError(
+            f"The join token's file {path} cannot be read: {error.strerror}.",
+            hint="Name a file with the token in it: --token @FILE.",
+        ) from error
+
+
+def restart_without_token() -> None:
+    """Put this very command in this process's place, without ``--token`` and the variable.
+
+    A process cannot change its own arguments; a new program in the same process has others.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != TOKEN_VARIABLE}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, "-m", "linkcpp.cli.main", *without_token(sys.argv[1:])]
+    os.execve(sys.executable, command, environment)  # noqa: S606 - this very program
+
+
+def without_token(words: Sequence[str]) -> list[str]:
+    """Return the words of a command without ``--token`` and its value. Pure."""
+    kept: list[str] = []
+    given = iter(words)
+    for word in given:
+        if word == "--token":
+            next(given, None)
+        elif not word.startswith("--token="):
+            kept.append(word)
+    return kept

@@ -1,0 +1,115 @@
+"""How a node takes its place in a hub: its edges, its weights' source, and its membership."""
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Protocol
+
+from linkcpp.cluster.addresses import own_addresses
+from linkcpp.cluster.config import node_url
+from linkcpp.cluster.identity import Identity
+from linkcpp.cluster.records import NodeRecord
+from linkcpp.edge.acceptor import EdgeAcceptor
+from linkcpp.node.access import AgentTokens
+from linkcpp.node.membership import Membership
+from linkcpp.node.records import SliceState
+from linkcpp.node.slice_store import SliceStore
+from linkcpp.registry.client import joined_client
+from linkcpp.registry.credentials import HubCredentials
+from linkcpp.registry.fields import MOST_MODELS_HELD, MOST_SEGMENTS
+from linkcpp.registry.keys import load_keys
+from linkcpp.registry.records import HeldUnits
+
+_LOOPBACK = "127.0.0.1"
+
+
+class _Joiner(Protocol):
+    """What is needed of the agent that joins."""
+
+    identity: Identity
+    tokens: AgentTokens
+    slices: SliceStore
+    edges: EdgeAcceptor | None
+
+    async def describe(self) -> NodeRecord:
+        """Tell what this machine has and offers now."""
+        ...
+
+
+class Joining:
+    """The hub to join, and where the agent listens.
+
+    Edges end at ``agent_port`` of loopback. Where the agent listens for direct links too, that is
+    at ``direct_port`` of ``host`` (``None``: all interfaces).
+    """
+
+    def __init__(
+        self,
+        credentials: HubCredentials,
+        *,
+        agent_port: int,
+        host: str | None,
+        direct_port: int | None,
+    ) -> None:
+        self._credentials = credentials
+        self._agent_port = agent_port
+        self._host = host
+        self._direct_port = direct_port
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where the node is, in words: the hub, and the addresses for direct links."""
+        return (f"at {self._credentials.url}", *self._addresses("http"))
+
+    def direct_urls(self) -> tuple[str, ...]:
+        """Where a coordinator may try without a relay."""
+        return self._addresses("ws")
+
+    @contextlib.asynccontextmanager
+    async def membership(self, agent: _Joiner) -> AsyncIterator[Membership]:
+        """Connect an agent with the hub while the block runs."""
+        keys = load_keys()
+        edges = EdgeAcceptor(
+            own_key=keys.edge,
+            own_node_id=agent.identity.node_id,
+            hub=self._credentials.hub_key,
+            agent_address=(_LOOPBACK, self._agent_port),
+            tokens=agent.tokens,
+        )
+        hub = joined_client(self._credentials.url, identity=agent.identity, keys=keys)
+        agent.edges, agent.slices.hub = edges, hub
+        try:
+            yield Membership(
+                hub,
+                edges,
+                describe=agent.describe,
+                held=lambda: _held(agent.slices),
+                direct_urls=self.direct_urls,
+            )
+        finally:
+            agent.edges = agent.slices.hub = None
+            await edges.aclose()
+            await hub.aclose()
+
+    def _addresses(self, scheme: str) -> tuple[str, ...]:
+        if self._direct_port is None:
+            return ()
+        try:
+            addresses = own_addresses(self._host or "::")
+        except OSError:
+            return ()
+        return tuple(
+            node_url(address, self._direct_port, scheme=scheme)
+            for address in addresses
+            if not address.startswith("fe80")
+        )
+
+
+def _held(slices: SliceStore) -> Iterator[HeldUnits]:
+    ready = [record for record in slices.records() if record.state is SliceState.READY]
+    for record in ready[:MOST_MODELS_HELD]:
+        yield HeldUnits.model_validate(
+            {
+                "model_digest": record.model_digest,
+                "segments": record.segments[:MOST_SEGMENTS],
+            }
+        )
