@@ -103,7 +103,7 @@ class EdgeAcceptor:
         )
 
     async def offer(self, offer: EdgeOffer) -> None:
-        """Take part in an edge, or take another way for one.
+        """Take part in an edge, or take another way for one; the same offer twice is one.
 
         Raises:
             LinkcppError: the coordinator is not the one it was, or there are too many edges.
@@ -115,6 +115,8 @@ class EdgeAcceptor:
                 known = self._edges[offer.edge_id] = await self._new_edge(offer, keys)
             elif known.keys.backbone_id != keys.backbone_id:
                 raise LinkcppError("The hub offers an edge of another coordinator than before.")
+            elif known.offer.ticket == offer.ticket:
+                return
             known.renew(offer)
             self._offered.notify_all()
 

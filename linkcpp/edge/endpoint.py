@@ -52,6 +52,7 @@ class EdgeEndpoint:
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failed: asyncio.Future[EdgeEndedError] = asyncio.get_running_loop().create_future()
         self._server: asyncio.Server | None = None
+        self._port = 0
         self._running: asyncio.Task[None] | None = None
 
     async def open(self, *, timeout_seconds: float = 60.0) -> Self:
@@ -68,6 +69,7 @@ class EdgeEndpoint:
             self._server = await asyncio.start_server(
                 self._accept, HOST, 0, limit=CHUNK_BYTES, backlog=64
             )
+            self._port = self._server.sockets[0].getsockname()[1]
         except TimeoutError:
             await self.aclose()
             raise LinkcppError(
@@ -94,8 +96,7 @@ class EdgeEndpoint:
     @property
     def port(self) -> int:
         """The loopback port; it stays the same."""
-        assert self._server is not None  # noqa: S101 - open was awaited
-        return int(self._server.sockets[0].getsockname()[1])
+        return self._port
 
     @property
     def url(self) -> str:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.sockets import listen
@@ -21,7 +22,9 @@ from linkcpp.registry.encoding import encode
 from linkcpp.registry.keys import MachineKeys, make_keys
 from linkcpp.registry.relay import RELAY_PATH
 from linkcpp.registry.tickets import EdgeClaims, sign_edge_ticket
+from tests.edge.programs import Echo, echo_server
 from tests.gateway.gateways import HUB_ID, METRICS_TOKEN, Signer
+from tests.support.slow_relay import SlowRelay, slow_relay
 
 BACKBONE_ID = "33333333-3333-4333-8333-333333333333"
 NODE_ID = "44444444-4444-4444-8444-444444444444"
@@ -175,6 +178,40 @@ async def accepting(
         yield acceptor
     finally:
         await acceptor.aclose()
+
+
+class Node(NamedTuple):
+    """A node's end, the program behind it, and the gateways of its hub."""
+
+    acceptor: EdgeAcceptor
+    echo: Echo
+    gateways: list[GatewayAt]
+
+
+@contextlib.asynccontextmanager
+async def node_beyond(
+    hub: HubOfTest, *, rtt_seconds: float, loss: float = 0.0
+) -> AsyncIterator[tuple[SlowRelay, Node]]:
+    """Run a node whose gateway both sides reach through a slow network only."""
+    async with (
+        gateways(hub) as made,
+        slow_relay(made[0].port, rtt_seconds=rtt_seconds, loss=loss) as network,
+        echo_server() as echo,
+        accepting(hub, echo.port) as acceptor,
+    ):
+        made[0].public_port = network.port
+        yield network, Node(acceptor, echo, made)
+
+
+@contextlib.asynccontextmanager
+async def running_node(hub: HubOfTest, *, gateway_count: int = 1) -> AsyncIterator[Node]:
+    """Run an echo behind a node's end, and gateways."""
+    async with (
+        gateways(hub, gateway_count) as made,
+        echo_server() as echo,
+        accepting(hub, echo.port) as acceptor,
+    ):
+        yield Node(acceptor, echo, made)
 
 
 @contextlib.asynccontextmanager

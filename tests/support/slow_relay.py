@@ -25,7 +25,7 @@ class SlowRelay:
     rtt_seconds: float
     loss: float = 0.0
     retransmission_seconds: float = 0.2
-    random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311
+    dice: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311
     is_silent: bool = False
     refuses: bool = False
     connection_count: int = 0
@@ -71,7 +71,7 @@ class SlowRelay:
         try:
             while True:
                 piece = await reader.read(_PIECE_BYTES)
-                late = self.retransmission_seconds if self.random.random() < self.loss else 0.0
+                late = self.retransmission_seconds if self.dice.random() < self.loss else 0.0
                 await pieces.put((clock() + self.rtt_seconds / 2 + late, piece))
                 if not piece:
                     await delivering
