@@ -35,6 +35,7 @@ from linkcpp.registry.relay import (
 NORMAL_CLOSE: Final = 1000
 PING_SECONDS = 30.0
 CLOSING_SECONDS = 5.0
+BROKEN_CLOSING_SECONDS = 0.5
 # What a side's transport may hold before the other side is not read any more; one read goes into it
 # and passes, also where the event loop writes only after all reads.
 WRITE_LIMIT_BYTES: Final = 384 * 1024
@@ -313,8 +314,10 @@ class RelayConnection(asyncio.BufferedProtocol):
 
     def _give_up_later(self) -> None:
         backlog = self._transport.get_write_buffer_size()
+        # After a wrong frame the peer's close frame would not be recognized.
+        seconds = BROKEN_CLOSING_SECONDS if self._is_broken else CLOSING_SECONDS
         loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(CLOSING_SECONDS, self._give_up, backlog)
+        self._deadline = loop.call_later(seconds, self._give_up, backlog)
 
     def _give_up(self, backlog_before: int) -> None:
         # A slow peer gets what its partner had sent before it closed.

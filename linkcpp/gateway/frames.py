@@ -1,7 +1,8 @@
 """WebSocket frames (RFC 6455, section 5) as a server reads and writes them. Pure.
 
-Payload is handed out in pieces as it comes, unmasked, however long its frame is. Control frames and
-text come whole: they are short, since the only text of a relay is ``fin``.
+Payload is handed out unmasked in pieces as it comes, however long its frame is; what of a frame is
+less than ``LEAST_PIECE_BYTES`` comes whole. So do control frames and text, which are short: the
+only text of a relay is ``fin``.
 """
 
 import struct
@@ -18,7 +19,10 @@ except ImportError:  # a platform for which websockets has no compiled part
 
 PROTOCOL_ERROR: Final = 1002
 LONGEST_SHORT_BYTES: Final = 125
-LONGEST_REST_BYTES: Final = 14 + LONGEST_SHORT_BYTES
+# Of a frame that is not whole less than this waits for more: clients bound how many fragments a
+# message may come in (``websockets``: 4,096), and of a record nobody can use a part.
+LEAST_PIECE_BYTES: Final = 64 * 1024
+LONGEST_REST_BYTES: Final = LEAST_PIECE_BYTES
 _FINAL: Final = 0x80
 _RESERVED: Final = 0x70
 _MASKED: Final = 0x80
@@ -183,7 +187,7 @@ class FrameReader:
                     yield piece
                     continue
                 self._begin(head)
-            if self.taken == end and self._left_bytes:
+            if end - self.taken < min(self._left_bytes, LEAST_PIECE_BYTES):
                 return
             yield self._take(data, end)
 

@@ -23,9 +23,7 @@ async def stay_registered(relay: Relay, client: HubClient, url: str) -> None:
     while True:
         interval = GATEWAY_HEARTBEAT_SECONDS
         try:
-            answer = await client.gateway_heartbeat(
-                GatewayHeartbeat(url=url, edges=relay.edge_ids)
-            )
+            answer = await client.gateway_heartbeat(GatewayHeartbeat(url=url, edges=relay.edge_ids))
         except HubError as error:
             if isinstance(error, HubRefusedError) and error.is_final:
                 raise

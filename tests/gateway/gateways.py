@@ -68,6 +68,7 @@ class Gateway(NamedTuple):
     port: int
     signer: Signer
     relay: Relay | None = None
+    process_id: int | None = None
 
     @property
     def url(self) -> str:
