@@ -32,7 +32,7 @@ from linkcpp.common.sockets import listen
 from linkcpp.hub.app import create_app
 from linkcpp.hub.own_gateway import own_gateway
 from linkcpp.hub.service import open_hub
-from linkcpp.hub.serving import DEFAULT_HUB_PORT, serve_hub
+from linkcpp.hub.serving import DEFAULT_HUB_PORT, serve_hub, tune_collector
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.records import NodeList
 
@@ -112,6 +112,7 @@ async def _serve(
         if with_gateway:
             http = await stack.enter_async_context(own_gateway(opened))
         note_address(folder, url)
+        tune_collector()
         await serve_hub(
             opened,
             create_app(opened),

@@ -54,7 +54,7 @@ class TokenCheck:
         self._verifier = identity.verifier
         self._directory = directory
         self._clock = clock
-        self._claims: OrderedDict[str, NodeClaims] = OrderedDict()
+        self._claims: OrderedDict[bytes, NodeClaims] = OrderedDict()
 
     def caller(self, scope: Scope) -> Caller:
         """Say who calls.
@@ -63,13 +63,12 @@ class TokenCheck:
             HubProblem: the call has no token, or one that is not (or no longer) taken.
         """
         values = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, token = (values[0] if len(values) == 1 else b"").decode("latin-1").partition(" ")
-        token = token.strip()
-        if scheme.lower() != "bearer" or not token:
-            raise HubProblem(401, "no_token", "This call needs a token.", hint=_HINT_JOIN)
-        if scope["path"] == METRICS_PATH and tokens_equal(token, self._identity.metrics_token):
+        header = values[0] if len(values) == 1 else b""
+        if scope["path"] == METRICS_PATH and tokens_equal(
+            _bearer(header), self._identity.metrics_token
+        ):
             return Caller("metrics", None)
-        claims = self._verified(token)
+        claims = self._verified(header)
         if claims.sub == self._identity.hub_id:
             return Caller(claims.sub, claims.role)
         machine = self._directory.machines.get(claims.sub)
@@ -79,21 +78,21 @@ class TokenCheck:
             raise HubProblem(401, "old_token", "This machine joined again since it got its token.")
         return Caller(claims.sub, claims.role)
 
-    def _verified(self, token: str) -> NodeClaims:
+    def _verified(self, header: bytes) -> NodeClaims:
         now = self._clock()
-        claims = self._claims.get(token)
+        claims = self._claims.get(header)
         if claims is None:
             try:
-                claims = verify_node_token(self._verifier, token, now=now)
+                claims = verify_node_token(self._verifier, _bearer(header), now=now)
             except TicketError as error:
                 raise HubProblem(
                     401, error.code, f"This token is not taken: {error.reason}.", hint=_HINT_JOIN
                 ) from None
-            self._claims[token] = claims
+            self._claims[header] = claims
             if len(self._claims) > _MOST_TOKENS_REMEMBERED:
                 self._claims.popitem(last=False)
         elif claims.exp <= now:
-            del self._claims[token]
+            del self._claims[header]
             raise HubProblem(
                 401, "expired_token", "This token is not taken: it has ended.", hint=_HINT_JOIN
             )
@@ -208,6 +207,14 @@ class Access:
             "address": _address(scope),
         }
         _log.log(level, "%s", "request", extra=told)
+
+
+def _bearer(header: bytes) -> str:
+    scheme, _, token = header.decode("latin-1").partition(" ")
+    token = token.strip()
+    if scheme.lower() != "bearer" or not token:
+        raise HubProblem(401, "no_token", "This call needs a token.", hint=_HINT_JOIN)
+    return token
 
 
 def _address(scope: Scope) -> str:

@@ -10,11 +10,12 @@ from linkcpp.common.records import ErrorBody
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.registrar import Registrar
 from linkcpp.hub.roles import Allowed, Caller
-from linkcpp.registry.records import Heartbeat, Role
+from linkcpp.registry.records import HEARTBEAT_SECONDS, Heartbeat, HeartbeatAnswer, Role
 
 HEARTBEAT_PATH: Final = "/v1/heartbeat"
 HEARTBEAT_ROLES: Final = (Role.NODE,)
 
+_NOTHING_NEW: Final = HeartbeatAnswer(interval_seconds=HEARTBEAT_SECONDS).model_dump_json().encode()
 _HEADERS: Final = [(b"content-type", b"application/json")]
 
 
@@ -55,7 +56,7 @@ class HeartbeatCall:
         self._allowed.check(caller)
         body = Heartbeat.model_validate_json(message.get("body", b""))
         answer = await self._registrar.heartbeat(caller.node_id, body)
-        return answer.model_dump_json().encode()
+        return answer.model_dump_json().encode() if answer is not None else _NOTHING_NEW
 
 
 def invalid_request(error: Any) -> ErrorBody:

@@ -100,8 +100,11 @@ class Registrar:
             )
         return self._issue(machine.node_id, machine.role)
 
-    async def heartbeat(self, node_id: str, body: Heartbeat) -> HeartbeatAnswer:
-        """Note that a node is alive; durable when this returns."""
+    async def heartbeat(self, node_id: str, body: Heartbeat) -> HeartbeatAnswer | None:
+        """Note that a node is alive; durable when this returns.
+
+        ``None`` stands for the answer that has nothing new, which is nearly every one.
+        """
         now = self._clock()
         machine = self._directory.machines[node_id]
         state = body.state.model_dump_json() if body.state is not None else None
@@ -109,11 +112,15 @@ class Registrar:
         machine.last_seen = now
         if body.state is not None:
             machine.take_state(body.state)
+        offers = self._edges.take_waiting(node_id)
+        unwanted = self._edges.see(body.edges, node_id) if body.edges else ()
+        if machine.has_state and not offers and not unwanted:
+            return None
         return HeartbeatAnswer(
             interval_seconds=HEARTBEAT_SECONDS,
             wants_state=not machine.has_state,
-            offers=self._edges.take_waiting(node_id),
-            close_edges=self._edges.see(body.edges, node_id),
+            offers=offers,
+            close_edges=unwanted,
         )
 
     async def revoke(self, node_id: str) -> None:
