@@ -12,7 +12,7 @@ import uvloop
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from linkcpp.cli import hub_tokens
+from linkcpp.cli import hub_models, hub_tokens
 from linkcpp.cli.hub_access import (
     DATA_OPTION,
     HUB_OPTION,
@@ -38,6 +38,7 @@ from linkcpp.registry.records import NodeList
 
 app = verb(help="Run a hub, or manage one.")
 app.add_typer(hub_tokens.app, name="token")
+app.add_typer(hub_models.app, name="models")
 
 
 @app.callback(invoke_without_command=True)

@@ -21,6 +21,7 @@ from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.roles import METRICS_PATH, OPENAPI_PATH, Caller, allow, check_routes
 from linkcpp.hub.service import Hub
 from linkcpp.hub.token_routes import add_token_routes
+from linkcpp.hub.weights.routes import add_weight_routes
 from linkcpp.registry.records import Role
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}}
@@ -46,6 +47,7 @@ def create_app(
     add_machine_routes(app, hub)
     add_edge_routes(app, hub)
     add_token_routes(app, hub)
+    add_weight_routes(app, hub.library, hub.downloads)
     _add_own_routes(app, hub)
     _add_errors(app)
     check_routes(app.routes)

@@ -55,11 +55,11 @@ def add_machine_routes(app: FastAPI, hub: Hub) -> None:
         "/v1/nodes/{node_id}",
         status_code=204,
         tags=["machines"],
-        summary="Revoke a machine: its tokens, events and edges end",
+        summary="Revoke a machine: its tokens, events, edges and downloads end",
         dependencies=[allow(Role.ADMIN)],
     )
     async def revoke_node(node_id: _NodeId) -> Response:
-        await hub.registrar.revoke(node_id)
+        await hub.revoke(node_id)
         return Response(status_code=204)
 
 

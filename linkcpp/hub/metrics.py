@@ -49,14 +49,6 @@ class HubMetrics:
             ("role", "presence"),
             registry=self.registry,
         )
-        self._gauges = {
-            name: Gauge(f"linkcpp_hub_{name}", text, registry=self.registry)
-            for name, text in (
-                ("edges", "Open edges."),
-                ("gateways_online", "Gateways that may be given edges."),
-                ("event_listeners", "Machines that listen to events."),
-            )
-        }
         build = Gauge("linkcpp_build", "Version.", ("version",), registry=self.registry)
         build.labels(__version__).set(1)
 
@@ -73,15 +65,16 @@ class HubMetrics:
         self._writes.inc(report.write_count)
         self._commit_seconds.observe(report.seconds)
 
+    def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Tell a number that is read when somebody asks for it."""
+        Gauge(f"linkcpp_hub_{name}", text, registry=self.registry).set_function(read)
+
     def add_relay(self, relay: Relay) -> None:
         """Tell also of a relay in this process."""
         self.registry.register(RelayCollector(relay))
 
-    def render(
-        self, directory: Directory, listener_count: int, clock: Callable[[], float]
-    ) -> bytes:
+    def render(self, directory: Directory, now: float) -> bytes:
         """Write all in Prometheus' text format."""
-        now = clock()
         counts = Count(
             (machine.role, presence(machine.last_seen, now))
             for machine in directory.machines.values()
@@ -90,7 +83,4 @@ class HubMetrics:
         for role in Role:
             for state in Presence:
                 self._machines.labels(role.value, state.value).set(counts[role, state])
-        self._gauges["edges"].set(len(directory.edges))
-        self._gauges["gateways_online"].set(len(directory.online(now)))
-        self._gauges["event_listeners"].set(listener_count)
         return generate_latest(self.registry)

@@ -21,6 +21,9 @@ from linkcpp.hub.join_tokens import create_join_token
 from linkcpp.hub.metrics import HubMetrics
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.registrar import Registrar
+from linkcpp.hub.weights.catalogue import Catalogue, models_folder
+from linkcpp.hub.weights.library import Library
+from linkcpp.hub.weights.streaming import Downloads
 from linkcpp.hub.writer import Writer
 from linkcpp.registry.records import JoinTokenRequest, Role
 from linkcpp.registry.secret_file import SECRET_MODE
@@ -47,6 +50,8 @@ class Hub:
         self.identity = load_hub_identity(data, create=True)
         self.metrics = HubMetrics()
         self.events = EventSockets()
+        self.library = Library(Catalogue(models_folder(data)))
+        self.downloads = Downloads()
         self._engine = engine
         self.directory = load_directory(engine, clock())
         self.writer = Writer(engine, self.metrics.observe_commit)
@@ -54,6 +59,7 @@ class Hub:
         self.registrar = Registrar(
             self.identity, self.directory, self.writer, self.events, self.edges, clock=clock
         )
+        self._watch()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="hub-reader")
         self._ticking = asyncio.create_task(self._tick())
 
@@ -69,6 +75,7 @@ class Hub:
         self._ticking.cancel()
         await asyncio.gather(self._ticking, return_exceptions=True)
         await self.writer.aclose()
+        self.downloads.close()
         self._readers.shutdown()
         self._engine.dispose()
 
@@ -78,7 +85,16 @@ class Hub:
 
     def render_metrics(self) -> bytes:
         """Write the metrics in Prometheus' text format."""
-        return self.metrics.render(self.directory, self.events.count, self.clock)
+        return self.metrics.render(self.directory, self.clock())
+
+    async def revoke(self, node_id: str) -> None:
+        """Cut a machine off: its tokens, events, edges and downloads.
+
+        Raises:
+            HubProblem: there is no such machine.
+        """
+        await self.registrar.revoke(node_id)
+        self.downloads.end_all_of(node_id)
 
     async def make_first_token(self) -> Path | None:
         """Make a join token for the first admin where nobody joined yet; return its file.
@@ -97,6 +113,18 @@ class Hub:
         )
         write_atomically(path, made.token + "\n", mode=SECRET_MODE)
         return path
+
+    def _watch(self) -> None:
+        watch = self.metrics.watch
+        watch("edges", "Open edges.", lambda: len(self.directory.edges))
+        watch("event_listeners", "Machines that listen to events.", lambda: self.events.count)
+        watch(
+            "gateways_online",
+            "Gateways that may be given edges.",
+            lambda: len(self.directory.online(self.clock())),
+        )
+        watch("downloads", "Downloads of weights.", lambda: self.downloads.running_count)
+        watch("weights_sent_bytes", "Weights that were sent.", lambda: self.downloads.sent_bytes)
 
     async def _tick(self) -> None:
         while True:
