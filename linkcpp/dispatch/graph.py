@@ -26,7 +26,7 @@ from linkcpp.worker.chain import (
     ChainStep,
     SourceKind,
 )
-from linkcpp.worker.plan import F32, I32
+from linkcpp.worker.step_graph import F32, I32
 
 # These only give existing memory another shape.
 VIEW_OPS = frozenset({"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"})

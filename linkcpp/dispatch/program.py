@@ -15,8 +15,8 @@ from linkcpp.engine.rpc_socket import RpcSocket
 from linkcpp.engine.wire import Command, Dialect, WireError, encode_request, request_header
 from linkcpp.engine.wire_tensor import Graph, Tensors, build_graph, parse_graph
 from linkcpp.worker.chain import Chain, KeyedChain
-from linkcpp.worker.plan import I32
 from linkcpp.worker.slabs import expert_tensor_name
+from linkcpp.worker.step_graph import I32
 
 Array = npt.NDArray[Any]
 

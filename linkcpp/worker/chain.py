@@ -98,12 +98,6 @@ class Chain(Record):
             if source.kind == SourceKind.WEIGHT
         )
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of all values of one pair, and the room that rounding up may take."""
-        widths = [entry.width for entry in self.inputs] + [step.width for step in self.steps]
-        return 4 * (sum(widths) + self.inputs[0].width + 2)
-
     def digest(self) -> str:
         """Identify the chain by its content (SHA-256 in hex)."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
@@ -117,15 +111,12 @@ class KeyedChain(NamedTuple):
     input_widths: tuple[int, ...]
     is_per_pair: bool
     output_width: int
-    row_bytes: int
 
     @classmethod
     def of(cls, key: Hashable, chain: Chain) -> Self:
         """Take the numbers out of a chain; ``is_per_pair`` is that of input 0."""
         widths = tuple(entry.width for entry in chain.inputs)
-        return cls(
-            key, chain, widths, chain.inputs[0].per_pair, chain.output_width, chain.row_bytes
-        )
+        return cls(key, chain, widths, chain.inputs[0].per_pair, chain.output_width)
 
 
 class WeightShape(NamedTuple):

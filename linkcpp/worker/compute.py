@@ -1,6 +1,7 @@
 """The expert function on a stock rpc-server: (rows, experts) in, rows out."""
 
 from collections import OrderedDict
+from collections.abc import Hashable
 
 import numpy as np
 
@@ -13,12 +14,12 @@ from linkcpp.worker.frames import ErrorCode, FrameError, Numbers, Pairs, Rows
 from linkcpp.worker.plan import (
     Layout,
     PlanTarget,
-    Scratch,
     StepPlan,
     StepShape,
     plan_step,
-    scratch_bytes_needed,
 )
+from linkcpp.worker.slots import ScratchNeed, scratch_need
+from linkcpp.worker.step_graph import Scratch
 from linkcpp.worker.store import Group, SlabStore
 
 DEFAULT_SCRATCH_BYTES = 64 * 2**20
@@ -46,6 +47,15 @@ def split_by_expert(expert_ids: Numbers, most_pairs: int, most_experts: int) -> 
     return parts
 
 
+def _used_rows(rows: Rows, row_index: Numbers) -> tuple[Rows, Numbers]:
+    """Leave rows out that no pair uses, where that is worth a copy of the others."""
+    used = np.zeros(len(rows), np.bool_)
+    used[row_index] = True
+    if 2 * np.count_nonzero(used) > len(rows):
+        return rows, row_index
+    return rows[used], (np.cumsum(used, dtype=np.int32) - 1)[row_index]
+
+
 class ExpertCompute:
     """Computes pairs. Not for several threads at once; it owns its connection.
 
@@ -68,6 +78,7 @@ class ExpertCompute:
         self._scratch = Scratch(0, 0, 0)
         self._plans: OrderedDict[tuple[object, ...], StepPlan] = OrderedDict()
         self._checked: set[tuple[object, ...]] = set()
+        self._needs: dict[Hashable, ScratchNeed] = {}
         self._last: StepPlan | None = None
 
     def compute(self, chain: KeyedChain, pairs: Pairs) -> Buffer:
@@ -79,22 +90,23 @@ class ExpertCompute:
             FrameError: an expert is not held, or the chain does not fit its weights.
             WireError: the rpc-server failed; this object is of no use afterwards.
         """
-        most = self._most_pairs(chain)
-        if len(pairs.expert_ids) <= min(most, self._store.most_experts):
-            return self._step(chain, pairs)
         layer, row_index, expert_ids, inputs = pairs
+        most = self._need(chain).most_pairs(len(inputs[0]), self._most_scratch_bytes)
+        if len(expert_ids) <= min(most, self._store.most_experts):
+            return self._step(chain, pairs)
         result = np.empty((len(expert_ids), chain.output_width), np.float32)
         for part in split_by_expert(expert_ids, most, self._store.most_experts):
-            rows, index = np.unique(row_index[part], return_inverse=True)
-            chosen = (inputs[0][rows], *(rest[part] for rest in inputs[1:]))
-            answer = self._step(
-                chain, Pairs(layer, index.astype(np.int32), expert_ids[part], chosen)
-            )
+            rows, index = _used_rows(inputs[0], row_index[part])
+            chosen = (rows, *(rest[part] for rest in inputs[1:]))
+            answer = self._step(chain, Pairs(layer, index, expert_ids[part], chosen))
             result[part] = np.frombuffer(answer, np.float32).reshape(len(part), -1)
         return result.data.cast("B")
 
-    def _most_pairs(self, chain: KeyedChain) -> int:
-        return max(self._most_scratch_bytes // chain.row_bytes, 1)
+    def _need(self, keyed: KeyedChain) -> ScratchNeed:
+        found = self._needs.get(keyed.key)
+        if found is None:
+            found = self._needs[keyed.key] = scratch_need(keyed.chain)
+        return found
 
     def _step(self, chain: KeyedChain, pairs: Pairs) -> Buffer:
         layer, row_index, expert_ids, inputs = pairs
@@ -132,7 +144,7 @@ class ExpertCompute:
             except ChainError as error:
                 raise FrameError(ErrorCode.BAD_CHAIN, error.message) from error
             self._checked.add((chain_key, group.key))
-        self._make_room(scratch_bytes_needed(chain, max(shape.pairs, shape.rows)))
+        self._make_room(self._need(keyed).total_bytes(shape.rows, shape.pairs))
         try:
             plan = plan_step(chain, group.weights, shape, self._target())
         except LinkcppError as error:

@@ -1,32 +1,25 @@
 """From a chain and a shape to the bytes of one step: one SET, one GRAPH, one GET. Pure.
 
 All input of a step lies in one contiguous region of the scratch buffer, so one SET_TENSOR brings
-it. Three layouts exist, all with the same bits in the result:
+it; behind it are the slots that its values share (``slots``). Three layouts exist, all with the
+same bits in the result:
 
 - SHARED: one row for all pairs; pairs are the slots of one token, as in llama.cpp's own graph;
 - DIRECT: row k belongs to pair k; every pair is a token with one slot;
 - GATHERED: as DIRECT, but GET_ROWS first spreads the rows that several pairs share.
 """
 
-import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.ops import OpTable
 from linkcpp.engine.wire import Command, Dialect, encode_request, request_header
-from linkcpp.engine.wire_tensor import FLAG_COMPUTE
 from linkcpp.worker.chain import PARAMETER_COUNT, Chain, ChainStep, SourceKind
-
-# ggml's numbers of the types, which are the same in every build.
-F32, I32 = 0, 26
-# Enough for every backend's alignment of tensors in a buffer.
-ALIGNMENT_BYTES = 128
-_TENSOR = struct.Struct("<QIQ4I4II16ii10QQQQ64si")
-_FIRST_ID = 0x1000
-_NO_PARAMETERS = (0,) * PARAMETER_COUNT
+from linkcpp.worker.slots import ALIGNMENT_BYTES, assign_slots
+from linkcpp.worker.step_graph import F32, FIRST_ID, I32, Scratch, StepGraph, StepTensor
 
 
 class Layout(Enum):
@@ -56,14 +49,6 @@ class Weight(NamedTuple):
     data: int
 
 
-class Scratch(NamedTuple):
-    """A buffer for what comes and goes."""
-
-    buffer: int
-    base: int
-    size_bytes: int
-
-
 class PlanTarget(NamedTuple):
     """The rpc-server that a plan is for."""
 
@@ -87,90 +72,6 @@ class StepPlan:
     answer_bytes: int
 
 
-@dataclass(slots=True)
-class _Tensor:
-    """A tensor of the graph that is being made."""
-
-    number: int
-    type_number: int
-    ne: tuple[int, int, int, int]
-    nb: tuple[int, int, int, int]
-    buffer: int
-    data: int
-    name: bytes
-    op: int = 0
-    params: Sequence[int] = _NO_PARAMETERS
-    sources: "tuple[_Tensor, ...]" = ()
-    view_source: "_Tensor | None" = None
-    view_offset: int = 0
-    use_count: int = 0
-
-    def pack(self) -> bytes:
-        ids = [source.number for source in self.sources]
-        return _TENSOR.pack(
-            self.number, self.type_number, self.buffer, *self.ne, *self.nb, self.op, *self.params,
-            FLAG_COMPUTE if self.op else 0, *ids, *(0,) * (10 - len(ids)),
-            self.view_source.number if self.view_source else 0, self.view_offset, self.data,
-            self.name, self.use_count,
-        )  # fmt: skip
-
-
-@dataclass(slots=True)
-class _Graph:
-    """A graph being made in a scratch buffer, which it fills from the start."""
-
-    scratch: Scratch
-    used_bytes: int = 0
-    tensors: list[_Tensor] = field(default_factory=list)
-    nodes: list[_Tensor] = field(default_factory=list)
-
-    def place(self, size_bytes: int) -> int:
-        offset = self.used_bytes
-        self.used_bytes += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return offset
-
-    def add(self, tensor: _Tensor) -> _Tensor:
-        self.tensors.append(tensor)
-        if tensor.op:
-            self.nodes.append(tensor)
-            for source in tensor.sources:
-                source.use_count += 1
-        return tensor
-
-    def fresh(self, ne: tuple[int, int, int], name: bytes, type_number: int = F32) -> _Tensor:
-        """A dense tensor of four-byte elements with memory of its own; not yet added."""
-        first, second, third = ne
-        size_bytes = 4 * first * second * third
-        return _Tensor(
-            number=self.next_number(),
-            type_number=type_number,
-            ne=(*ne, 1),
-            nb=(4, 4 * first, 4 * first * second, size_bytes),
-            buffer=self.scratch.buffer,
-            data=self.scratch.base + self.place(size_bytes),
-            name=name,
-        )
-
-    def next_number(self) -> int:
-        return _FIRST_ID + 16 * len(self.tensors)
-
-    def pack(self) -> bytes:
-        return b"".join(
-            (
-                struct.pack("<II", 0, len(self.nodes)),
-                struct.pack(f"<{len(self.nodes)}Q", *(node.number for node in self.nodes)),
-                struct.pack("<I", len(self.tensors)),
-                *(tensor.pack() for tensor in self.tensors),
-            )
-        )
-
-
-def scratch_bytes_needed(chain: Chain, pairs: int) -> int:
-    """Return a bound of the scratch memory that a step of at most ``pairs`` pairs needs."""
-    rounding = ALIGNMENT_BYTES * (len(chain.steps) + len(chain.inputs) + 4)
-    return chain.row_bytes * pairs + rounding
-
-
 def plan_step(
     chain: Chain, weights: Mapping[str, Weight], shape: StepShape, target: PlanTarget
 ) -> StepPlan:
@@ -180,13 +81,13 @@ def plan_step(
         LinkcppError: the engine does not have one of the operations.
     """
     ops = target.ops
-    graph = _Graph(target.scratch)
+    graph = StepGraph(target.scratch)
     is_shared = shape.layout is Layout.SHARED
     across = (shape.pairs, 1) if is_shared else (1, shape.pairs)
-    ids = graph.add(graph.fresh((*across, 1), b"ids", I32))
-    index: _Tensor | None = None
+    ids = graph.add(graph.fresh((*across, 1), b"ids", type_number=I32))
+    index: StepTensor | None = None
     if shape.layout is Layout.GATHERED:
-        index = graph.add(graph.fresh((shape.pairs, 1, 1), b"index", I32))
+        index = graph.add(graph.fresh((shape.pairs, 1, 1), b"index", type_number=I32))
     inputs = []
     for number, entry in enumerate(chain.inputs):
         if number or shape.layout is Layout.DIRECT:
@@ -198,20 +99,25 @@ def plan_step(
         inputs.append(graph.add(graph.fresh(ne, b"input")))
     region_bytes = graph.used_bytes
     paddings = tuple(bytes(-tensor.nb[3] % ALIGNMENT_BYTES) for tensor in graph.tensors)
+    slots = assign_slots(chain, gathers_rows=index is not None)
+    offsets = [graph.place(4 * width * shape.pairs) for width in slots.widths]
     if index is not None:
-        inputs[0] = _gather(graph, inputs[0], index, ops)
-    maker = _StepMaker(graph, ops, weights, across, (ids, inputs))
+        inputs[0] = _gather(graph, inputs[0], index, ops, offsets[0])
+    places = [offsets[slot] for slot in slots.of_step]
+    maker = _StepMaker(graph, ops, weights, across, (ids, inputs, places))
     for step in chain.steps:
         maker.add(step)
     return _finish(graph, maker.steps[-1], region_bytes, paddings, target.dialect)
 
 
-def _gather(graph: _Graph, rows: _Tensor, index: _Tensor, ops: OpTable) -> _Tensor:
+def _gather(
+    graph: StepGraph, rows: StepTensor, index: StepTensor, ops: OpTable, offset: int
+) -> StepTensor:
     width, pairs = rows.ne[0], index.ne[0]
-    spread = graph.fresh((width, pairs, 1), b"rows")
+    spread = graph.fresh((width, pairs, 1), b"rows", offset=offset)
     spread.op, spread.sources = ops.op_number("GET_ROWS"), (rows, index)
     graph.add(spread)
-    token_per_pair = _Tensor(
+    token_per_pair = StepTensor(
         number=graph.next_number(),
         type_number=F32,
         ne=(width, 1, pairs, 1),
@@ -231,19 +137,19 @@ class _StepMaker:
 
     def __init__(
         self,
-        graph: _Graph,
+        graph: StepGraph,
         ops: OpTable,
         weights: Mapping[str, Weight],
         across: tuple[int, int],
-        given: tuple[_Tensor, list[_Tensor]],
+        given: tuple[StepTensor, list[StepTensor], list[int]],
     ) -> None:
         self._graph = graph
         self._ops = ops
         self._across = across
-        self._ids, self._inputs = given
+        self._ids, self._inputs, self._places = given
         self._weights = weights
-        self._placed: dict[str, _Tensor] = {}
-        self.steps: list[_Tensor] = []
+        self._placed: dict[str, StepTensor] = {}
+        self.steps: list[StepTensor] = []
 
     def add(self, step: ChainStep) -> None:
         sources = tuple(
@@ -258,8 +164,9 @@ class _StepMaker:
         tensor.sources = sources
         self.steps.append(self._graph.add(tensor))
 
-    def _row(self, step: ChainStep) -> _Tensor:
-        tensor = self._graph.fresh((step.width, *self._across), step.op.encode())
+    def _row(self, step: ChainStep) -> StepTensor:
+        place = self._places[len(self.steps)]
+        tensor = self._graph.fresh((step.width, *self._across), step.op.encode(), offset=place)
         params = [*step.params, *(0,) * (PARAMETER_COUNT - len(step.params))]
         if step.op == "GLU":
             params[0] = self._ops.glu_number(step.function)
@@ -268,9 +175,9 @@ class _StepMaker:
         tensor.params = params
         return tensor
 
-    def _view(self, step: ChainStep, source: _Tensor) -> _Tensor:
+    def _view(self, step: ChainStep, source: StepTensor) -> StepTensor:
         offset = 4 * step.offset
-        return _Tensor(
+        return StepTensor(
             number=self._graph.next_number(),
             type_number=F32,
             ne=(step.width, *self._across, 1),
@@ -283,11 +190,11 @@ class _StepMaker:
             view_offset=source.view_offset + offset,
         )
 
-    def _weight(self, name: str) -> _Tensor:
+    def _weight(self, name: str) -> StepTensor:
         if name not in self._placed:
             weight = self._weights[name]
             self._placed[name] = self._graph.add(
-                _Tensor(
+                StepTensor(
                     number=self._graph.next_number(),
                     type_number=weight.type_number,
                     ne=weight.ne,
@@ -301,16 +208,16 @@ class _StepMaker:
 
 
 def _finish(
-    graph: _Graph,
-    result: _Tensor,
+    graph: StepGraph,
+    result: StepTensor,
     region_bytes: int,
     paddings: tuple[bytes, ...],
     dialect: Dialect,
 ) -> StepPlan:
     scratch = graph.scratch
     words = region_bytes // 4
-    region = _Tensor(
-        number=_FIRST_ID,
+    region = StepTensor(
+        number=FIRST_ID,
         type_number=F32,
         ne=(words, 1, 1, 1),
         nb=(4, region_bytes, region_bytes, region_bytes),
