@@ -8,14 +8,9 @@ from typing import Annotated
 
 import typer
 
-from linkcpp.cli.join_token import (
-    is_literal,
-    read_join_token,
-    restart_without_token,
-    without_token,
-)
+from linkcpp.cli.join_token import credentials_of, without_token
 from linkcpp.cli.node_run import check_options, log_for_people, look_at_machine, serve
-from linkcpp.cli.output import console, status_console
+from linkcpp.cli.output import console
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
 from linkcpp.cluster.identity import load_identity
@@ -28,8 +23,7 @@ from linkcpp.common.units import parse_bytes
 from linkcpp.node.agent import AgentOptions, NodeAgent
 from linkcpp.node.alone import only_agent
 from linkcpp.node.joining import Joining
-from linkcpp.registry.client import join_hub
-from linkcpp.registry.credentials import HubCredentials, load_credentials
+from linkcpp.registry.credentials import HubCredentials
 from linkcpp.registry.encoding import fingerprint
 from linkcpp.registry.keys import load_keys
 from linkcpp.registry.records import Role
@@ -102,7 +96,7 @@ def join(
     """
     config = load_config()
     identity = load_identity(name or config.name)
-    credentials = _credentials(url, token, name or config.name, plain=plain)
+    credentials = credentials_of(url, token, identity, plain=plain)
     role = credentials.node_token.role
     if unit:
         _print_unit(role)
@@ -138,26 +132,6 @@ def join(
         direct_port = None if no_listen else sockets[-1].getsockname()[1]
         joining = Joining(credentials, agent_port=own_port, host=host, direct_port=direct_port)
         asyncio.run(serve(agent, sockets, host, joining))
-
-
-def _credentials(url: str, token: str | None, name: str | None, *, plain: bool) -> HubCredentials:
-    """Exchange a join token where one was given, else use what an earlier one was exchanged for."""
-    secret = read_join_token(token)
-    if secret is None:
-        return load_credentials(url)
-    with status_console().status("joining the hub"):
-        credentials = asyncio.run(
-            join_hub(
-                url,
-                secret,
-                identity=load_identity(name),
-                keys=load_keys(),
-                allow_plain=plain,
-            )
-        )
-    if token is not None and is_literal(token):
-        restart_without_token()
-    return credentials
 
 
 def _agent_token() -> str:

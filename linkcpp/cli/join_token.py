@@ -1,5 +1,6 @@
-"""A join token, however a person hands it over, and out of the process list again."""
+"""A join token, however a person hands it over: exchanged, and out of the process list again."""
 
+import asyncio
 import os
 import sys
 from collections.abc import Sequence
@@ -7,11 +8,38 @@ from pathlib import Path
 
 import typer
 
+from linkcpp.cli.output import status_console
+from linkcpp.cluster.identity import Identity
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import expand_home
+from linkcpp.registry.client import join_hub
+from linkcpp.registry.credentials import HubCredentials, load_credentials
+from linkcpp.registry.keys import load_keys
 
 TOKEN_VARIABLE = "LINKCPP_JOIN_TOKEN"  # noqa: S105 - the name of a variable, no secret
 _LONGEST_TOKEN_BYTES = 4096
+
+
+def credentials_of(
+    url: str, token: str | None, identity: Identity, *, plain: bool
+) -> HubCredentials:
+    """Exchange a join token where one was given, else use what an earlier one was exchanged for.
+
+    A token that stands in the process list is exchanged, and the command starts anew without it.
+
+    Raises:
+        LinkcppError: the hub cannot be reached or does not take the token, or there is none and
+            this machine did not join that hub before.
+    """
+    secret = read_join_token(token)
+    if secret is None:
+        return load_credentials(url)
+    with status_console().status("joining the hub"):
+        joining = join_hub(url, secret, identity=identity, keys=load_keys(), allow_plain=plain)
+        credentials = asyncio.run(joining)
+    if token is not None and is_literal(token):
+        restart_without_token()
+    return credentials
 
 
 def is_literal(value: str) -> bool:

@@ -37,6 +37,7 @@ VERBS = (
     "node",
     "join",
     "hub",
+    "gateway",
     "discover",
     "inspect",
     "slice",
