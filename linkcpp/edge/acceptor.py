@@ -81,6 +81,7 @@ class EdgeAcceptor:
         self._edges: dict[str, AcceptedEdge] = {}
         self._offered = asyncio.Condition()
         self._stranger_count = 0
+        self._is_closed = False
         self._sweeping = asyncio.create_task(self._sweep())
 
     @property
@@ -110,6 +111,8 @@ class EdgeAcceptor:
         """
         keys = self._keys_of(offer)
         async with self._offered:
+            if self._is_closed:
+                raise LinkcppError("This node's agent stops.")
             known = self._edges.get(offer.edge_id)
             if known is None:
                 known = self._edges[offer.edge_id] = await self._new_edge(offer, keys)
@@ -131,7 +134,8 @@ class EdgeAcceptor:
         await asyncio.gather(*(self.close_edge(edge_id, reason) for edge_id in self.edge_ids))
 
     async def aclose(self) -> None:
-        """End all edges; nothing may be called afterwards."""
+        """End all edges; no offer is taken afterwards."""
+        self._is_closed = True
         self._sweeping.cancel()
         await asyncio.gather(self._sweeping, return_exceptions=True)
         await self.close_all("the node's agent stops")

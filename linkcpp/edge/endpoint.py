@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.edge.carrier import CarrierLostError
+from linkcpp.edge.local import reset
 from linkcpp.edge.offers import EdgeEndedError, OfferSource
 from linkcpp.edge.paths import PathKeeper
 from linkcpp.edge.records import CHUNK_BYTES, EdgeLimits, EdgeTimes
@@ -155,7 +156,7 @@ class EdgeEndpoint:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._state in (EdgeState.FAILED, EdgeState.CLOSED):
-            writer.transport.abort()
+            reset(writer)
             return
         await self._paths.carry(reader, writer)
 

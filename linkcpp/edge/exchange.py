@@ -11,7 +11,7 @@ from typing import Any
 from linkcpp.common.sockets import tune_transport
 from linkcpp.edge.core import EdgeCore
 from linkcpp.edge.link import Link
-from linkcpp.edge.local import LocalEnd
+from linkcpp.edge.local import LocalEnd, reset
 from linkcpp.edge.records import CHUNK_BYTES, ResetCode
 from linkcpp.edge.session import SessionError
 from linkcpp.edge.streams import Aborted, Event, Finished, Opened, Received, Writable
@@ -73,7 +73,7 @@ class Exchange:
         """Carry a connection to the peer until it ends; one too many is dropped at once."""
         stream = self.core.streams.open()
         if stream is None:
-            writer.transport.abort()
+            reset(writer)
             return
         await self._run(stream, self._add(stream), reader, writer)
 

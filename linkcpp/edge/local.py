@@ -1,12 +1,16 @@
 """One TCP connection on this machine's loopback and the stream that carries it."""
 
 import asyncio
+import contextlib
+import socket
+import struct
 from typing import Protocol
 
 from linkcpp.edge.records import CHUNK_BYTES
 
 # A socket that has this much unsent is slow: then the peer gets no more room until it drains.
 _SLOW_BYTES = 128 * 1024
+_LINGER_FOR_NOTHING = struct.pack("ii", 1, 0)
 
 
 class StreamPort(Protocol):
@@ -74,7 +78,7 @@ class LocalEnd:
         self._changed.set()
         self._writable.set()
         if self._writer is not None:
-            self._writer.transport.abort()
+            reset(self._writer)
 
     def writable(self) -> None:
         """The stream takes more."""
@@ -97,7 +101,7 @@ class LocalEnd:
                 task.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
             if any(task.cancelled() or task.exception() for task in pumps):
-                writer.transport.abort()
+                reset(writer)
             else:
                 writer.close()  # after what it still has to send
 
@@ -132,3 +136,11 @@ class LocalEnd:
     def _check(self) -> None:
         if self._is_aborted:
             raise ConnectionAbortedError
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Drop a connection so that its program sees an error, and not the end of the data."""
+    raw = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_FOR_NOTHING)
+    writer.transport.abort()

@@ -13,6 +13,7 @@ from linkcpp.edge.choosing import Path, PathKind, RoundTrips, choose
 from linkcpp.edge.core import EPOCH_BYTES, NO_EPOCH, EdgeCore, Resume
 from linkcpp.edge.exchange import Exchange
 from linkcpp.edge.link import Link
+from linkcpp.edge.local import reset
 from linkcpp.edge.reaching import Reached, Way, direct_ways, open_link, reach_first, relay_ways
 from linkcpp.edge.records import EdgeLimits, EdgeTimes
 from linkcpp.edge.session import SessionError
@@ -59,7 +60,7 @@ class PathKeeper:
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry a connection to the node's agent."""
         if self._exchange is None or self._exchange.is_broken:
-            writer.transport.abort()
+            reset(writer)
             return
         await self._exchange.carry(reader, writer)
 

@@ -11,7 +11,7 @@ from linkcpp.edge.handshake import HANDSHAKE_SECONDS, EdgeKeys, initiate
 from linkcpp.edge.link import Link
 from linkcpp.edge.records import EdgeTimes
 from linkcpp.registry.edges import EdgeOffer
-from linkcpp.registry.relay import DIRECT_PATH, PAIRED, PAIRING_SECONDS, Hello, encode_hello
+from linkcpp.registry.relay import DIRECT_PATH, PAIRED, Hello, encode_hello
 from linkcpp.registry.trust import websocket_url
 
 
@@ -49,7 +49,7 @@ async def open_link(
         way.url,
         Hello(offer.role, offer.edge_id, offer.ticket),
         dial_seconds=times.dial,
-        pairing_seconds=PAIRING_SECONDS + times.dial if is_relay else HANDSHAKE_SECONDS,
+        pairing_seconds=times.pairing if is_relay else HANDSHAKE_SECONDS,
     )
     try:
         return Link(carrier, await initiate(carrier, edge, resume), path=str(way.path))

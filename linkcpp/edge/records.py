@@ -56,13 +56,16 @@ class EdgeTimes(NamedTuple):
     """When an edge asks itself whether its path is alive and whether there is a better one.
 
     All in seconds. A path from which nothing came for ``dead`` is given up; ``head_start`` is what
-    a direct path has before the relay is tried too; retries pause from ``first_pause`` to
-    ``longest_pause``; the node's end forgets an edge that had no path for ``forgotten``.
+    a direct path has before the relay is tried too; a coordinator waits ``pairing`` for the node at
+    a relay before it asks the hub again, which then tells the node again; retries pause from
+    ``first_pause`` to ``longest_pause``; the node's end forgets an edge that had no path for
+    ``forgotten``.
     """
 
     ping: float = 3.0
     dead: float = 10.0
     dial: float = 5.0
+    pairing: float = 20.0
     head_start: float = 0.25
     first_probe: float = 3.0
     probe: float = 30.0

@@ -33,6 +33,7 @@ QUICK = EdgeTimes(
     ping=0.1,
     dead=1.0,
     dial=2.0,
+    pairing=2.0,
     head_start=0.1,
     first_probe=0.3,
     probe=0.5,
@@ -104,7 +105,8 @@ class HubOfTest:
         ranked = sorted(self.gateways, key=lambda one: one.gateway_id in not_gateways)
         gateway = ranked[0] if ranked else None
         if self.acceptor is not None and self.tells_node:
-            await self.acceptor.offer(self.make(EdgeRole.NODE, gateway))
+            with contextlib.suppress(LinkcppError):  # as a node that is told by push
+                await self.acceptor.offer(self.make(EdgeRole.NODE, gateway))
         return self.make(EdgeRole.BACKBONE, gateway)
 
     async def close(self) -> None:
@@ -204,12 +206,14 @@ async def node_beyond(
 
 
 @contextlib.asynccontextmanager
-async def running_node(hub: HubOfTest, *, gateway_count: int = 1) -> AsyncIterator[Node]:
+async def running_node(
+    hub: HubOfTest, *, gateway_count: int = 1, limits: EdgeLimits | None = None
+) -> AsyncIterator[Node]:
     """Run an echo behind a node's end, and gateways."""
     async with (
         gateways(hub, gateway_count) as made,
         echo_server() as echo,
-        accepting(hub, echo.port) as acceptor,
+        accepting(hub, echo.port, limits=limits) as acceptor,
     ):
         yield Node(acceptor, echo, made)
 

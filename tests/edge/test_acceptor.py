@@ -1,0 +1,369 @@
+"""The node's end: who gets in directly, what one who got in may cost, and lost sessions."""
+
+import asyncio
+import contextlib
+import os
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
+
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.edge.acceptor import MOST_EDGES
+from linkcpp.edge.carrier import CarrierLostError, DialledCarrier
+from linkcpp.edge.core import NO_EPOCH, Resume
+from linkcpp.edge.endpoint import EdgeEndpoint
+from linkcpp.edge.handshake import Agreed, EdgeKeys, initiate, parse_edge_key
+from linkcpp.edge.offers import EdgeEndedError
+from linkcpp.edge.records import CHUNK_BYTES, EdgeLimits, FrameType, RecordType
+from linkcpp.edge.status import EdgeState
+from linkcpp.registry.edges import EdgeRole
+from linkcpp.registry.keys import make_keys
+from linkcpp.registry.relay import DIRECT_PATH, PAIRED, Hello, RelayCloseCode, encode_hello
+from linkcpp.registry.tickets import EdgeClaims, sign_edge_ticket
+from tests.edge.agent import direct_route
+from tests.edge.edges import (
+    BACKBONE_ID,
+    NODE_ID,
+    QUICK,
+    HubOfTest,
+    Node,
+    accepting,
+    edge,
+    gateways,
+    running_node,
+)
+from tests.edge.programs import echo_server, exchange, until
+from tests.gateway.gateways import HUB_ID, Signer
+
+
+class Direct(NamedTuple):
+    """A node that may be dialled directly, and its hub."""
+
+    hub: HubOfTest
+    node: Node
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"ws://127.0.0.1:{self.port}{DIRECT_PATH}"
+
+    def hello(
+        self, *, signer: Signer | None = None, role: EdgeRole = EdgeRole.BACKBONE, **claims: object
+    ) -> bytes:
+        """Write a hello with a ticket of which some claims are others."""
+        said = {
+            "iss": HUB_ID,
+            "sub": BACKBONE_ID,
+            "edge": self.hub.edge_id,
+            "role": role,
+            "gateway": None,
+            "exp": time.time() + 60,
+            **claims,
+        }
+        key = (signer or self.hub.signer).private
+        ticket = sign_edge_ticket(key, EdgeClaims.model_validate(said))
+        return encode_hello(Hello(EdgeRole.BACKBONE, self.hub.edge_id, ticket))
+
+    def dial(self) -> connect:
+        return connect(self.url, proxy=None, compression=None, ping_interval=None)
+
+
+@pytest.fixture
+async def direct() -> AsyncIterator[Direct]:
+    hub = HubOfTest()
+    limits = EdgeLimits(unacknowledged_bytes=2**17, control_frames=100)
+    async with (
+        running_node(hub, gateway_count=0, limits=limits) as node,
+        direct_route(node.acceptor) as port,
+    ):
+        hub.direct_urls = (f"ws://127.0.0.1:{port}",)
+        yield Direct(hub, node, port)
+
+
+async def close_code(connection: ClientConnection) -> int | None:
+    with pytest.raises(ConnectionClosed) as error:
+        while True:
+            await connection.recv()
+    return error.value.rcvd.code if error.value.rcvd else None
+
+
+HELLOS: dict[str, tuple[Callable[[Direct], bytes], RelayCloseCode]] = {
+    "nothing": (lambda _: b"", RelayCloseCode.MALFORMED),
+    "no hello": (lambda _: b"GET / HTTP/1.1\r\n\r\n       ", RelayCloseCode.MALFORMED),
+    "far too long": (lambda _: b"LCR1" + bytes(60_000), RelayCloseCode.MALFORMED),
+    "no ticket": (lambda direct: direct.hello()[:22], RelayCloseCode.UNAUTHORIZED),
+    "another hub's": (lambda direct: direct.hello(signer=Signer()), RelayCloseCode.UNAUTHORIZED),
+    "another edge's": (lambda direct: direct.hello(edge="0" * 32), RelayCloseCode.UNAUTHORIZED),
+    "the other side's": (
+        lambda direct: direct.hello(role=EdgeRole.NODE),
+        RelayCloseCode.UNAUTHORIZED,
+    ),
+    "an old one": (lambda direct: direct.hello(exp=time.time() - 1), RelayCloseCode.UNAUTHORIZED),
+}
+
+
+@pytest.mark.parametrize("what", HELLOS)
+async def test_a_direct_path_needs_a_ticket_of_the_hub(direct: Direct, what: str) -> None:
+    hello, code = HELLOS[what]
+    async with direct.dial() as connection:
+        await connection.send(hello(direct))
+        assert await close_code(connection) == code
+
+
+async def test_a_coordinator_that_is_faster_than_the_hub_waits_for_its_offer(
+    direct: Direct,
+) -> None:
+    async with direct.dial() as connection:
+        await connection.send(direct.hello())
+        await direct.node.acceptor.offer(direct.hub.make(EdgeRole.NODE, None))
+        assert await connection.recv() == PAIRED
+
+
+async def test_an_edge_that_the_hub_never_told_of_is_refused(
+    direct: Direct, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linkcpp.edge.acceptor._OFFER_SECONDS", 0.1)
+    async with direct.dial() as connection:
+        await connection.send(direct.hello())
+        assert await close_code(connection) == RelayCloseCode.NO_PEER
+
+
+async def test_strangers_who_say_nothing_are_bounded_and_dropped(
+    direct: Direct, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linkcpp.edge.acceptor.HELLO_DEADLINE_SECONDS", 2.0)
+    strangers = [await direct.dial() for _ in range(40)]
+    codes = [await close_code(stranger) for stranger in strangers]
+    assert codes.count(RelayCloseCode.FULL) == 8
+    assert codes.count(RelayCloseCode.HELLO_TIMEOUT) == 32
+    async with edge(direct.hub) as end:
+        assert await exchange(end.port, b"still there") == b"still there"
+
+
+async def test_a_ticket_without_the_coordinators_key_is_of_no_use(direct: Direct) -> None:
+    await direct.node.acceptor.offer(direct.hub.make(EdgeRole.NODE, None))
+    carrier = await DialledCarrier.dial(direct.url, timeout_seconds=5)
+    await carrier.send(direct.hello())
+    assert await carrier.receive() == PAIRED
+    stranger = EdgeKeys(
+        make_keys().edge,
+        parse_edge_key(direct.hub.node_keys.edge_public),
+        direct.hub.edge_id,
+        BACKBONE_ID,
+        NODE_ID,
+    )
+    with pytest.raises(CarrierLostError) as error:
+        await initiate(carrier, stranger, Resume(b"x" * 16, NO_EPOCH, 0))
+    assert error.value.code == RelayCloseCode.HANDSHAKE_FAILED
+    assert direct.node.acceptor.status()[0].path is None
+
+
+class Hostile:
+    """A coordinator with all keys that makes its own records."""
+
+    def __init__(self, carrier: DialledCarrier, agreed: Agreed) -> None:
+        self.carrier = carrier
+        self._keys = agreed.keys
+        self._number = 0
+
+    @classmethod
+    async def attach(cls, direct: Direct) -> "Hostile":
+        await direct.node.acceptor.offer(direct.hub.make(EdgeRole.NODE, None))
+        carrier = await DialledCarrier.dial(direct.url, timeout_seconds=5)
+        await carrier.send(direct.hello())
+        assert await carrier.receive() == PAIRED
+        keys = EdgeKeys(
+            direct.hub.backbone_keys.edge,
+            parse_edge_key(direct.hub.node_keys.edge_public),
+            direct.hub.edge_id,
+            BACKBONE_ID,
+            NODE_ID,
+        )
+        hostile = cls(carrier, await initiate(carrier, keys, Resume(b"x" * 16, NO_EPOCH, 0)))
+        await hostile.send(struct.pack("<BQ", RecordType.ATTACH, 0))
+        return hostile
+
+    async def send(self, record: bytes) -> None:
+        await self.carrier.send(self._keys.sending.encrypt(record))
+
+    async def frame(self, kind: FrameType, stream: int, body: bytes = b"") -> None:
+        head = struct.pack("<BQQBI", RecordType.DATA, self._number, 0, kind, stream)
+        self._number += 1
+        await self.send(head + body)
+
+    async def until_closed(self) -> int | None:
+        with pytest.raises(CarrierLostError) as error:
+            async with asyncio.timeout(20):
+                while True:
+                    await self.carrier.receive()
+        return error.value.code
+
+
+async def test_thousands_of_streams_are_refused_and_end_the_session(direct: Direct) -> None:
+    hostile = await Hostile.attach(direct)
+    with contextlib.suppress(CarrierLostError):
+        for stream in range(1, 5000):
+            await hostile.frame(FrameType.OPEN, stream)
+    assert await hostile.until_closed() == RelayCloseCode.RECORD_INVALID
+    assert direct.node.echo.connection_count <= EdgeLimits().streams
+    await until(lambda: direct.node.echo.open_count == 0)
+
+
+async def test_a_flood_beyond_the_window_ends_the_session(direct: Direct) -> None:
+    direct.node.echo.goes_on.clear()
+    hostile = await Hostile.attach(direct)
+    await hostile.frame(FrameType.OPEN, 1)
+    with contextlib.suppress(CarrierLostError):
+        for _ in range(2 * EdgeLimits().window_bytes // CHUNK_BYTES):
+            await hostile.frame(FrameType.DATA, 1, bytes(CHUNK_BYTES))
+    assert await hostile.until_closed() == RelayCloseCode.RECORD_INVALID
+    direct.node.echo.goes_on.set()
+    await until(lambda: direct.node.echo.open_count == 0)
+
+
+async def test_a_peer_that_takes_nothing_is_sent_no_more_than_its_window(direct: Direct) -> None:
+    """And its session still ends when it falls silent."""
+    hostile = await Hostile.attach(direct)
+    await hostile.frame(FrameType.OPEN, 1)
+    for _ in range(20):
+        await hostile.frame(FrameType.DATA, 1, bytes(CHUNK_BYTES))
+    (status,) = direct.node.acceptor.status()
+    await until(lambda: direct.node.acceptor.status()[0].path is None)
+    assert status.sent_bytes < 2 * EdgeLimits().window_bytes
+
+
+async def test_the_node_was_restarted_and_its_streams_are_reset() -> None:
+    hub = HubOfTest()
+    tokens: list[set[str]] = [set(), set()]
+    async with (
+        gateways(hub),
+        echo_server() as echo,
+        accepting(hub, echo.port, tokens[0]) as first,
+        edge(hub) as end,
+    ):
+        token = end.token
+        assert tokens[0] == {token}
+        reader, writer = await asyncio.open_connection("127.0.0.1", end.port)
+        writer.write(b"before")
+        assert await reader.readexactly(6) == b"before"
+        await first.aclose()
+        assert tokens[0] == set()
+        async with accepting(hub, echo.port, tokens[1]):
+            with pytest.raises(ConnectionResetError):
+                await reader.readexactly(1)
+            await until(lambda: end.status().state is EdgeState.UP)
+            assert await exchange(end.port, b"after") == b"after"
+            # Clients that had the token go on with it.
+            assert tokens[1] == {token} == {end.token}
+        writer.close()
+
+
+async def test_the_coordinator_was_restarted_and_gets_a_new_session() -> None:
+    hub = HubOfTest()
+    async with running_node(hub) as node:
+        async with edge(hub) as first:
+            _, writer = await asyncio.open_connection("127.0.0.1", first.port)
+            writer.write(b"x")
+            await until(lambda: node.echo.open_count == 1)
+            hub.is_closed = False
+        async with edge(hub) as second:
+            assert await exchange(second.port, b"again") == b"again"
+            await until(lambda: node.echo.open_count == 0)
+            assert node.acceptor.edge_ids == (hub.edge_id,)
+        writer.close()
+
+
+async def test_a_closed_edge_is_cut_at_once_and_its_token_taken_back() -> None:
+    hub = HubOfTest()
+    tokens: set[str] = set()
+    async with (
+        gateways(hub),
+        echo_server() as echo,
+        accepting(hub, echo.port, tokens) as acceptor,
+        edge(hub) as end,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", end.port)
+        writer.write(b"x")
+        await reader.readexactly(1)
+        hub.revoke()
+        await acceptor.close_edge(hub.edge_id)
+        assert tokens == set()
+        assert acceptor.edge_ids == ()
+        assert (await end.wait_failed()).message.startswith("The hub does not know")
+        with pytest.raises(ConnectionResetError):
+            await reader.readexactly(1)
+        await until(lambda: echo.open_count == 0)
+        writer.close()
+
+
+async def test_an_edge_without_a_path_is_forgotten_after_a_while() -> None:
+    hub = HubOfTest()
+    times = QUICK._replace(forgotten=0.3)
+    tokens: set[str] = set()
+    async with (
+        gateways(hub),
+        echo_server() as echo,
+        accepting(hub, echo.port, tokens, times=times) as acceptor,
+    ):
+        async with edge(hub) as end:
+            await asyncio.sleep(1)
+            assert await exchange(end.port, b"used") == b"used"
+        await until(lambda: acceptor.edge_ids == ())
+        assert tokens == set()
+
+
+async def test_edges_of_a_node_are_bounded_and_idle_ones_make_room(direct: Direct) -> None:
+    acceptor, hub = direct.node.acceptor, direct.hub
+    async with edge(hub) as end:
+        for number in range(2 * MOST_EDGES):
+            other = HubOfTest(signer=hub.signer, edge_id=f"{number:032x}")
+            await acceptor.offer(other.make(EdgeRole.NODE, None))
+            assert len(acceptor.edge_ids) <= MOST_EDGES
+        assert hub.edge_id in acceptor.edge_ids
+        assert await exchange(end.port, b"kept") == b"kept"
+
+
+async def test_keys_are_pinned_on_both_sides() -> None:
+    hub = HubOfTest()
+    pinned: dict[str, str] = {}
+
+    def pin(hub_id: str, node_id: str, key: str) -> None:
+        if pinned.setdefault(node_id, key) != key:
+            raise LinkcppError(f"The machine {node_id} has another key than before.")
+
+    async with running_node(hub) as node:
+        node.acceptor._pin = pin
+        endpoint = EdgeEndpoint(
+            hub, own_key=hub.backbone_keys.edge, own_node_id=BACKBONE_ID, pin=pin, times=QUICK
+        )
+        async with await endpoint.open():
+            assert await exchange(endpoint.port, os.urandom(100))
+        assert set(pinned) == {BACKBONE_ID, NODE_ID}
+        hub.backbone_keys = make_keys()
+        with pytest.raises(LinkcppError, match=f"{BACKBONE_ID} has another key"):
+            await node.acceptor.offer(hub.make(EdgeRole.NODE, None))
+        hub.node_keys = make_keys()
+        hub.acceptor = None
+        changed = EdgeEndpoint(
+            hub, own_key=hub.backbone_keys.edge, own_node_id=BACKBONE_ID, pin=pin, times=QUICK
+        )
+        with pytest.raises(EdgeEndedError, match=f"{NODE_ID} has another key"):
+            await changed.open()
+
+
+async def test_an_offer_of_another_hub_or_side_is_refused(direct: Direct) -> None:
+    offer = direct.hub.make(EdgeRole.NODE, None)
+    others = (
+        offer.model_copy(update={"hub_id": NODE_ID}),
+        offer.model_copy(update={"role": EdgeRole.BACKBONE}),
+        offer.model_copy(update={"peer_public_key": "B" * 43}),
+    )
+    for other in others:
+        with pytest.raises(LinkcppError):
+            await direct.node.acceptor.offer(other)
+    assert direct.node.acceptor.edge_ids == ()
