@@ -1,0 +1,155 @@
+"""``linkcpp gateway`` as a process, with a real hub: joins, relays, cuts what the hub ends."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+
+from linkcpp.common.sockets import listen
+from linkcpp.registry.edges import EdgeOffer, EdgeRequest
+from linkcpp.registry.records import Heartbeat, Role
+from linkcpp.registry.relay import PAIRED, Hello, RelayCloseCode, encode_hello
+from tests.gateway.gateways import closed_with
+from tests.hub.hubs import Machine, RunningHub, running_hub
+
+SECONDS = 60
+
+
+@pytest.fixture
+async def hub(tmp_path: Path) -> AsyncIterator[RunningHub]:
+    async with running_hub(tmp_path / "hub", None) as running:
+        yield running
+
+
+def free_port() -> int:
+    (opened,) = listen("127.0.0.1", 0)
+    with opened:
+        return int(opened.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def gateway_verb(home: Path, url: str, port: int, token: str = "") -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "linkcpp.cli.main", "gateway", "--hub", url, "--port", str(port)),
+        stdout=PIPE,
+        stderr=PIPE,
+        env={**os.environ, "LINKCPP_HOME": str(home), "LINKCPP_JOIN_TOKEN": token},
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        await process.communicate()
+
+
+async def until_online(hub: RunningHub, asking: Machine, count: int = 1) -> None:
+    async with asyncio.timeout(SECONDS):
+        while True:
+            gateways = (await asking.client.gateways()).gateways
+            if sum(gateway.is_online for gateway in gateways) == count:
+                return
+            await asyncio.sleep(0.1)
+
+
+async def offers(node: Machine, backbone: Machine) -> tuple[EdgeOffer, EdgeOffer]:
+    mine = await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
+    answer = await node.client.heartbeat(Heartbeat(sequence=1))
+    (theirs,) = (offer for offer in answer.offers if offer.edge_id == mine.edge_id)
+    return mine, theirs
+
+
+@contextlib.asynccontextmanager
+async def dialled(offer: EdgeOffer) -> AsyncIterator[ClientConnection]:
+    assert offer.relay_url is not None
+    async with connect(offer.relay_url, compression=None, proxy=None) as connection:
+        await connection.send(encode_hello(Hello(offer.role, offer.edge_id, offer.ticket)))
+        yield connection
+
+
+@contextlib.asynccontextmanager
+async def paired(
+    node: Machine, backbone: Machine
+) -> AsyncIterator[tuple[ClientConnection, ClientConnection]]:
+    mine, theirs = await offers(node, backbone)
+    async with dialled(mine) as one, dialled(theirs) as other:
+        assert await one.recv() == PAIRED
+        assert await other.recv() == PAIRED
+        yield one, other
+
+
+async def test_a_gateway_joins_relays_and_goes_on_while_the_hub_is_away(tmp_path: Path) -> None:
+    home, port = tmp_path / "home", free_port()
+    async with contextlib.AsyncExitStack() as stack:
+        async with running_hub(tmp_path / "hub", None) as hub:
+            token = await hub.join_token(Role.GATEWAY)
+            await stack.enter_async_context(gateway_verb(home, hub.url, port, token))
+            node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE, name="desk")
+            await until_online(hub, backbone)
+            one, other = await stack.enter_async_context(paired(node, backbone))
+            later = await offers(node, backbone)
+        await one.send(b"the hub is gone")
+        assert await other.recv() == b"the hub is gone"
+        async with dialled(later[0]) as first, dialled(later[1]) as second:
+            assert await first.recv() == PAIRED
+            assert await second.recv() == PAIRED
+
+
+async def test_a_revoked_machine_is_cut_within_five_seconds(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    token = await hub.join_token(Role.GATEWAY)
+    async with gateway_verb(tmp_path / "home", hub.url, free_port(), token):
+        node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE, name="desk")
+        admin = await hub.machine(Role.ADMIN, name="admin")
+        await until_online(hub, backbone)
+        async with paired(node, backbone) as (one, other):
+            begin = time.monotonic()
+            await admin.client.revoke_node(node.node_id)
+            for connection in (one, other):
+                with closed_with(RelayCloseCode.REVOKED):
+                    await connection.recv()
+            assert time.monotonic() - begin < 5
+
+
+async def test_a_revoked_gateway_ends_and_says_why(hub: RunningHub, tmp_path: Path) -> None:
+    token = await hub.join_token(Role.GATEWAY)
+    async with gateway_verb(tmp_path / "home", hub.url, free_port(), token) as process:
+        admin = await hub.machine(Role.ADMIN, name="admin")
+        await until_online(hub, admin)
+        (gateway,) = (await admin.client.gateways()).gateways
+        await admin.client.revoke_node(gateway.gateway_id)
+        async with asyncio.timeout(SECONDS):
+            _, told = await process.communicate()
+        assert process.returncode == 2
+        assert b"revoked" in told
+
+
+async def test_a_second_start_needs_no_token_and_another_role_is_refused(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    asking = await hub.machine(Role.BACKBONE, name="desk")
+    home, token = tmp_path / "home", await hub.join_token(Role.GATEWAY)
+    async with gateway_verb(home, hub.url, free_port(), token) as process:
+        await until_online(hub, asking)
+        process.send_signal(signal.SIGTERM)
+        _, told = await process.communicate()
+        assert process.returncode == 0, told
+    async with gateway_verb(home, hub.url, port := free_port()) as process:
+        assert process.stdout is not None
+        assert str(port).encode() in await process.stdout.readline()
+    wrong = await hub.join_token(Role.NODE)
+    async with gateway_verb(tmp_path / "other", hub.url, free_port(), wrong) as process:
+        _, told = await process.communicate()
+        assert process.returncode == 2
+        assert b"joined" in told
+        assert b"as node" in told
+    assert token.encode() not in told
