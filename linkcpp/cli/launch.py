@@ -50,7 +50,7 @@ def launch(
     *,
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan of `linkcpp plan`.")],
     model: Annotated[
-        Path | None, typer.Option("--model", help="The GGUF, if not where it was planned.")
+        str | None, typer.Option("--model", help="The GGUF, if not where it was planned.")
     ] = None,
     name: Annotated[
         str | None, typer.Option("--name", help="The deployment's name; default: the model's.")

@@ -23,7 +23,6 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import parse_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
-from linkcpp.model.presets import load_model
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.assumed import (
     assumed_nodes,
@@ -34,6 +33,8 @@ from linkcpp.planning.offers import coordinator_offers, is_usable, require_minim
 from linkcpp.planning.records import MOST_DEVICES, CacheType, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
 from linkcpp.registry.discovering import find_everywhere
+from linkcpp.registry.finding_models import load_model_anywhere
+from linkcpp.registry.hub_places import parse_hub_location
 
 app = verb()
 
@@ -42,7 +43,10 @@ app = verb()
 def plan(
     *,
     model: Annotated[
-        str, typer.Option("--model", "-m", help="A GGUF file, a URL, or a preset such as 122B.")
+        str,
+        typer.Option(
+            "--model", "-m", help="A GGUF file, a URL, a model of the --hub, or a preset like 122B."
+        ),
     ],
     mode: Annotated[PlanMode, typer.Option(help="How to spread the model.")] = PlanMode.AUTO,
     context: Annotated[
@@ -121,7 +125,8 @@ def plan(
     )
     counts = None if hot is None else load_counts(hot)
     with status_console().status("Looking at the model and the nodes…") as status:
-        inventory = load_model(model)
+        inventory = load_model_anywhere(model, hub or [])
+        options = _for_hub_model(options, inventory)
         cluster = (
             _read_cluster(nodes)
             if nodes
@@ -175,6 +180,14 @@ def _mode(mode: PlanMode, min_nodes: int | None) -> PlanMode:
             hint="Leave --min-nodes out, or plan with --mode layers.",
         )
     return PlanMode.LAYERS
+
+
+def _for_hub_model(options: PlanOptions, inventory: ModelInventory) -> PlanOptions:
+    """Spread the experts of a model that is at a hub only: it can be launched in no other way."""
+    is_open = options.mode is PlanMode.AUTO and inventory.shape.expert_count > 0
+    if is_open and parse_hub_location(inventory.source) is not None:
+        return options.model_copy(update={"mode": PlanMode.EXPERTS})
+    return options
 
 
 def _find_cluster(

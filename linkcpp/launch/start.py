@@ -21,8 +21,8 @@ from linkcpp.launch.records import (
     LaunchRequest,
 )
 from linkcpp.launch.rendering import templates_folder
-from linkcpp.model.parts import is_url
 from linkcpp.planning.records import Plan, PlanMode
+from linkcpp.registry.finding_models import is_elsewhere
 
 POLL_SECONDS = 0.1
 
@@ -30,7 +30,7 @@ POLL_SECONDS = 0.1
 def make_request(
     plan: Plan,
     *,
-    model: Path | None,
+    model: str | None,
     name: str | None,
     host: str,
     port: int,
@@ -68,16 +68,23 @@ def make_request(
     )
 
 
-def _model_path(plan: Plan, model: Path | None) -> Path | str:
-    if model is None and plan.mode is PlanMode.EXPERTS and is_url(plan.model.source):
-        return plan.model.source
-    path = expand_home(model or Path(plan.model.source))
+def _model_path(plan: Plan, model: str | None) -> Path | str:
+    location = model or plan.model.source
+    if is_elsewhere(location):
+        if plan.mode is PlanMode.EXPERTS:
+            return location
+        raise LinkcppError(
+            f"The model is at {location}, and a plan of mode {plan.mode} needs its file on this "
+            "machine.",
+            hint="Name the model's GGUF with --model, or plan with --mode experts.",
+        )
+    path = expand_home(Path(location))
     if path.is_file():
         return path.resolve()
     if model is not None:
         raise LinkcppError(f"There is no model file {model}.", hint="Name a GGUF with --model.")
     raise LinkcppError(
-        f"The plan is for {plan.model.source}, which is no file on this machine.",
+        f"The plan is for {location}, which is no file on this machine.",
         hint="Name the model's GGUF with --model.",
     )
 

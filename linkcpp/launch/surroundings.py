@@ -14,11 +14,11 @@ from linkcpp.common.files import write_atomically
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
 from linkcpp.launch.api import check_port
+from linkcpp.launch.experts.files import ExpertFiles
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.llamaserver import LlamaServer
 from linkcpp.launch.records import LaunchRequest
 from linkcpp.launch.rendering import llama_server_command
-from linkcpp.model.inventory import read_inventory
 from linkcpp.model.records import ModelInventory
 from linkcpp.node.reaching import Reach
 from linkcpp.planning.documents import check_plan_model
@@ -26,6 +26,8 @@ from linkcpp.planning.offers import is_usable
 from linkcpp.planning.records import Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
 from linkcpp.registry.discovering import find_everywhere
+from linkcpp.registry.finding_models import read_inventory_anywhere
+from linkcpp.registry.hub_places import parse_hub_location
 
 
 class Surroundings:
@@ -36,6 +38,8 @@ class Surroundings:
         self._folder = folder
         self._engine: Engine | None = None
         self._model_path = request.model_path
+        self._hub_inventory: ModelInventory | None = None
+        self._hub_files: ExpertFiles | None = None
         self.reach = Reach()
 
     async def aclose(self) -> None:
@@ -48,10 +52,34 @@ class Surroundings:
         Raises:
             LinkcppError: it cannot be read, llama.cpp could not load it, or it is another model.
         """
-        inventory = await asyncio.to_thread(read_inventory, self.request.model_path)
+        inventory = await self._inventory()
         check_plan_model(plan, inventory)
         # Of a split model any part may be named, but llama-server wants the first.
         self._model_path = inventory.source
+
+    async def _inventory(self) -> ModelInventory:
+        if self._hub_inventory is not None:
+            return self._hub_inventory
+        location = self.request.model_path
+        inventory = await asyncio.to_thread(read_inventory_anywhere, location)
+        if parse_hub_location(location) is not None:
+            # The hub may be away when the backbone has to be started again.
+            self._hub_inventory = inventory
+        return inventory
+
+    async def expert_files(self) -> ExpertFiles:
+        """Open the model as the source of backbone and slices; a hub is asked once.
+
+        Raises:
+            LinkcppError: the model cannot be read.
+        """
+        if self._hub_files is not None:
+            return self._hub_files
+        request = self.request
+        files = await asyncio.to_thread(ExpertFiles, request.model_path, request.plan.model.source)
+        if parse_hub_location(request.model_path) is not None:
+            self._hub_files = files
+        return files
 
     async def check_engine(self, plan: Plan) -> None:
         """Find a working engine that speaks what the plan was made for.
@@ -105,7 +133,7 @@ class Surroundings:
         """
         cluster = await self._cluster()
         remaining = remaining_cluster(self.request.plan, cluster, excluded)
-        inventory = await asyncio.to_thread(read_inventory, self._model_path)
+        inventory = await self._inventory()
         return await asyncio.to_thread(plan_again, inventory, remaining, self.request.plan.options)
 
     async def advertised_urls(self, node_id: NodeId) -> list[str]:

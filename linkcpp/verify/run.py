@@ -9,11 +9,12 @@ from linkcpp.launch.api import read_api_key
 from linkcpp.launch.folder import DeploymentFolder, current_deployments
 from linkcpp.launch.status import Condition, DeploymentReport, report_on
 from linkcpp.model.inventory import read_inventory
-from linkcpp.model.parts import is_url
 from linkcpp.model.slices.hollow import has_no_experts
 from linkcpp.model.slices.writing import open_whole_model
 from linkcpp.planning.documents import check_plan_model
 from linkcpp.planning.records import Plan, PlanMode
+from linkcpp.registry.finding_models import is_elsewhere
+from linkcpp.registry.hub_places import parse_hub_location
 from linkcpp.verify.generation import TextServer, compare_prompt
 from linkcpp.verify.records import PromptReport, VerifyOptions, VerifyReport, WorkerReport
 from linkcpp.verify.reference import running_reference
@@ -114,9 +115,14 @@ class _Verification:
         location = self._options.model or self._request.model_path
         model = await asyncio.to_thread(whole_model, location, self._plan)
         if model is None:
+            place = parse_hub_location(location)
+            why = (
+                f"the model lies at {place.hub_url} only"
+                if place
+                else "this machine has no whole model, only a hollow one or an address"
+            )
             self._notes.append(
-                "The text was not compared: this machine has no whole model, only a hollow one or "
-                "an address. --model names a file that has all weights."
+                f"The text was not compared: {why}. --model FILE names one that has all weights."
             )
             return []
         self._on_progress("loading the whole model", 0, 1)
@@ -182,7 +188,7 @@ def whole_model(location: str, plan: Plan) -> str | None:
     Raises:
         LinkcppError: it cannot be read, or is not the plan's model.
     """
-    if is_url(location):
+    if is_elsewhere(location):
         return None
     inventory = read_inventory(location)
     check_plan_model(plan, inventory)

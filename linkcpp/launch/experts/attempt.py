@@ -92,8 +92,7 @@ class ExpertsAttempt(Attempt):
 
     async def _make_backbone(self) -> None:
         self._journal.emit(PhaseEntered(Phase.PREPARING))
-        request = self._request
-        files = await asyncio.to_thread(ExpertFiles, request.model_path, self._plan.model.source)
+        files = await self._surroundings.expert_files()
 
         def tell(backbone: Backbone, done_bytes: int) -> None:
             path, file_bytes, copied_bytes = backbone
@@ -102,7 +101,10 @@ class ExpertsAttempt(Attempt):
         self._backbone = await files.backbone(tell)
         tell(self._backbone, self._backbone.copied_bytes)
         room = fallback_room(
-            self._plan, asked_bytes=request.fallback_bytes, least_bytes=files.least_fallback_bytes
+            self._plan,
+            asked_bytes=self._request.fallback_bytes,
+            least_bytes=files.least_fallback_bytes,
+            hub_url=files.only_hub_url,
         )
         self._journal.emit(FallbackChosen(room.size_bytes, room.why_not))
         if room.warning:

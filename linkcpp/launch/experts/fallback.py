@@ -26,12 +26,14 @@ def free_bytes(plan: Plan) -> int:
     return max(0, left - WORKER_SCRATCH_BYTES - WORKER_PROGRAM_BYTES)
 
 
-def fallback_room(plan: Plan, *, asked_bytes: int | None, least_bytes: int | None) -> FallbackRoom:
+def fallback_room(
+    plan: Plan, *, asked_bytes: int | None, least_bytes: int | None, hub_url: str | None = None
+) -> FallbackRoom:
     """Decide on the fallback's memory.
 
     ``asked_bytes`` is what the user gives it (0: nothing), ``None`` what the plan leaves free.
     ``least_bytes`` is what one expert of each kind takes; ``None`` where the whole model is not
-    here.
+    here; ``hub_url`` is then the hub that has it, if one does.
 
     Raises:
         LinkcppError: the user gives it less than that.
@@ -39,7 +41,9 @@ def fallback_room(plan: Plan, *, asked_bytes: int | None, least_bytes: int | Non
     if asked_bytes == 0:
         return FallbackRoom(0, "--fallback-memory 0")
     if least_bytes is None:
-        return FallbackRoom(0, "the whole model is not on this machine")
+        why = "the whole model is not on this machine"
+        at_hub = f"no fallback for experts without worker: the model lies at {hub_url} only"
+        return FallbackRoom(0, why, at_hub if hub_url else None)
     free = free_bytes(plan)
     if asked_bytes is None:
         if free >= least_bytes:

@@ -10,24 +10,21 @@ import hashlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import cache_folder
-from linkcpp.model.parts import is_url, open_model
-from linkcpp.model.slices.hollow import has_no_experts
+from linkcpp.launch.experts.opened import opened_model
+from linkcpp.model.parts import is_url
 from linkcpp.model.slices.manifest import FileKind, Manifest, manifest_path, read_manifest
-from linkcpp.model.slices.segments import Segment, merge_segments
-from linkcpp.model.slices.writing import (
-    backbone_jobs,
-    backbone_paths,
-    open_whole_model,
-    write_backbone,
-    write_slice,
-)
+from linkcpp.model.slices.segments import Segment
+from linkcpp.model.slices.writing import backbone_jobs, backbone_paths
 from linkcpp.node.records import SliceId
 from linkcpp.node.slice_files import slice_id
+from linkcpp.registry.finding_models import is_elsewhere
+from linkcpp.registry.hub_places import HubPlace, parse_hub_location
 from linkcpp.worker.slabs import GgufSlabs
 from linkcpp.worker.store import least_cache_bytes
 
@@ -51,24 +48,30 @@ class ExpertFiles:
     """The model of a deployment as a source of backbone and slices.
 
     ``full_model`` is the file on this machine that has all experts, ``url`` the address at which
-    the model lies on the web; either may be missing, and with a hollow file both are.
+    the model lies on the web, ``hub_place`` the one at a hub; all are missing with a hollow file.
     ``least_fallback_bytes`` of memory are needed to compute experts from ``full_model``.
     """
 
     def __init__(self, location: str, planned_source: str) -> None:
         self._location = location
-        with open_whole_model(location) as files:
-            is_hollow = not is_url(location) and has_no_experts(files)
+        with opened_model(location) as opened:
+            files = opened.files
             self.digest = files.digest
-            self._is_hollow = is_hollow
-            facts = [(source.name, source.size_bytes, source.version) for source in files.sources]
-            name = hashlib.sha256(json.dumps([self.digest, facts]).encode()).hexdigest()[:32]
+            self._is_hollow = opened.is_hollow
+            name = hashlib.sha256(json.dumps([self.digest, opened.state]).encode()).hexdigest()[:32]
             self._first_file = files.sources[0].name
             self._file_bytes = files.file_bytes
+            part_count = len(files.sources)
         self.folder = cache_folder() / "experts" / name
+        self._backbone_paths = backbone_paths(self.folder / "backbone.gguf", part_count)
         self.url = next((text for text in (location, planned_source) if is_url(text)), None)
-        self.full_model = None if is_hollow or is_url(location) else Path(self._first_file)
+        places = (parse_hub_location(text) for text in (location, planned_source))
+        self.hub_place: HubPlace | None = next(filter(None, places), None)
+        is_here = not self._is_hollow and not is_elsewhere(location)
+        self.full_model = Path(self._first_file) if is_here else None
         self.least_fallback_bytes = self._least_fallback_bytes()
+        self._backbone: Backbone | None = None
+        self._promised: dict[SliceId, Manifest | None] = {}
         self._locks: dict[SliceId, asyncio.Lock] = {}
 
     def _least_fallback_bytes(self) -> int | None:
@@ -79,6 +82,12 @@ class ExpertFiles:
             return least_cache_bytes(slabs.tensors)
         finally:
             slabs.close()
+
+    @property
+    def only_hub_url(self) -> str | None:
+        """The hub that has the weights, where this machine has none."""
+        place = parse_hub_location(self._location)
+        return place.hub_url if place is not None else None
 
     @property
     def has_experts(self) -> bool:
@@ -95,29 +104,33 @@ class ExpertFiles:
         """
         if self._is_hollow:
             return Backbone(Path(self._first_file), self._file_bytes, 0)
-        loop = asyncio.get_running_loop()
+        if self._backbone is None or not self._has_backbone():
+            loop = asyncio.get_running_loop()
 
-        def write(report: Report) -> Backbone:
-            with open_whole_model(self._location) as files:
-                copied = sum(job.copied_bytes for job in backbone_jobs(files))
-                paths = backbone_paths(self.folder / "backbone.gguf", len(files.sources))
-                wanted = Backbone(paths[0], files.file_bytes, copied)
-                if self._is_there(paths):
-                    return wanted
-                done = _Sum(report)
+            def tell(wanted: Backbone, done_bytes: int) -> None:
+                loop.call_soon_threadsafe(on_progress, wanted, done_bytes)
 
-                def tell(size_bytes: int) -> None:
-                    loop.call_soon_threadsafe(on_progress, wanted, done.add(size_bytes))
+            self._backbone = await _in_thread(partial(self._write_backbone, tell))
+        return self._backbone
 
-                write_backbone(files, paths[0].with_name("backbone.gguf"), tell)
-                return wanted
+    def _write_backbone(
+        self, on_progress: Callable[[Backbone, int], None], check: Report
+    ) -> Backbone:
+        with opened_model(self._location) as opened:
+            copied = sum(job.copied_bytes for job in backbone_jobs(opened.files))
+            wanted = Backbone(self._backbone_paths[0], opened.files.file_bytes, copied)
+            if not self._has_backbone():
+                done = _Sum(check)
+                opened.write_backbone(
+                    self.folder / "backbone.gguf",
+                    lambda size: on_progress(wanted, done.add(size)),
+                )
+            return wanted
 
-        return await _in_thread(write)
-
-    def _is_there(self, paths: list[Path]) -> bool:
+    def _has_backbone(self) -> bool:
         try:
-            manifests = [read_manifest(path) for path in paths]
-            sizes = [path.stat().st_size for path in paths]
+            manifests = [read_manifest(path) for path in self._backbone_paths]
+            sizes = [path.stat().st_size for path in self._backbone_paths]
         except (LinkcppError, OSError):
             return False
         return all(
@@ -127,12 +140,25 @@ class ExpertFiles:
             for manifest, size in zip(manifests, sizes, strict=True)
         )
 
-    def known_manifest(self, segments: tuple[Segment, ...]) -> Manifest | None:
-        """Return the manifest of a slice that was cut here before."""
-        try:
-            return read_manifest(self._slice_path(segments))
-        except LinkcppError:
-            return None
+    async def true_manifest(self, segments: tuple[Segment, ...]) -> Manifest | None:
+        """Return the hashes that a slice must have; ``None`` where nobody can tell.
+
+        Raises:
+            LinkcppError: the model cannot be read, or its hub not be asked.
+        """
+        if self.full_model is not None:
+            with contextlib.suppress(LinkcppError):
+                return read_manifest(self._slice_path(segments))
+            async with self.slice(segments, lambda _: None) as path:
+                return read_manifest(path)
+        name = slice_id(self.digest, segments)
+        if self.hub_place is not None and name not in self._promised:
+            self._promised[name] = await asyncio.to_thread(self._ask_promised, segments)
+        return self._promised.get(name)
+
+    def _ask_promised(self, segments: tuple[Segment, ...]) -> Manifest | None:
+        with opened_model(self._location) as opened:
+            return opened.promised_manifest(segments)
 
     @contextlib.asynccontextmanager
     async def slice(self, segments: tuple[Segment, ...], report: Report) -> AsyncIterator[Path]:
@@ -166,8 +192,8 @@ class ExpertFiles:
                 check(size_bytes)
                 report(size_bytes)
 
-            with open_whole_model(self._location) as files:
-                write_slice(files, merge_segments(segments), path, tell)
+            with opened_model(self._location) as opened:
+                opened.write_slice(segments, path, tell)
 
         await _in_thread(write)
 
@@ -205,9 +231,3 @@ async def _in_thread(work: Callable[[Report], _Result]) -> _Result:
         with contextlib.suppress(_GivenUpError, LinkcppError):
             await running
         raise
-
-
-def is_whole_model(location: str) -> bool:
-    """Whether a file on this machine has all its experts."""
-    with open_model(location) as files:
-        return not has_no_experts(files)

@@ -183,9 +183,7 @@ class RemoteMember(Member):
                     hint=problem.hint,
                 )
             self._move(WorkerPhase.SLICING)
-            delivery = Delivery(
-                self._index, self._share, node.client, self._around.files, self._emit
-            )
+            delivery = Delivery(self._index, self._share, node, self._around.files, self._emit)
             slice_id = await delivery.run()
             self._move(WorkerPhase.STARTING)
             request = WorkerRequest(
