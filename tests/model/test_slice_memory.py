@@ -10,13 +10,14 @@ from tests.model import gguf_bytes as raw
 from tests.model import random_models as drawn
 
 MEASURE = """
-import resource, sys
+import os, sys
 from pathlib import Path
 from linkcpp.model.slices.segments import parse_segment
 from linkcpp.model.slices.verifying import verify_file
 from linkcpp.model.slices.writing import (
     choose_segments, open_whole_model, write_backbone, write_slice
 )
+from tests.support.memory import peak_bytes
 
 model, output, what = sys.argv[1:]
 with open_whole_model(model) as files:
@@ -26,7 +27,8 @@ with open_whole_model(model) as files:
     else:
         (written,) = write_backbone(files, Path(output), lambda _: None)
 verify_file(written.path, lambda _: None)
-print(written.copied_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+# Not getrusage's, which counts from the process that started this one.
+print(written.copied_bytes, peak_bytes(os.getpid()))
 """
 F16 = 1
 

@@ -25,7 +25,8 @@ from linkcpp.hub.weights.layout import Extent
 from linkcpp.hub.weights.library import Content
 from linkcpp.model.source import FileSource
 
-PIECE_BYTES: Final = 256 * 2**10
+# Twice this is held for each download; smaller pieces cost more processor time a byte.
+PIECE_BYTES: Final = 512 * 2**10
 # A caller that takes no piece for so long is left.
 STALL_SECONDS: Final = 60.0
 RETRY_AFTER_SECONDS: Final = 2

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from linkcpp.common.errors import LinkcppError
@@ -24,8 +25,10 @@ from linkcpp.model.slices.verifying import verify_file
 from linkcpp.model.slices.writing import open_whole_model, write_backbone
 from tests.hub.weights.serving import SmallHub, add, no_bar
 from tests.hub.weights.test_streams import get, split_model
+from tests.model.test_slice_memory import sparse_model
 from tests.model.test_slices import flip
 from tests.model.web_server import Handler, Server, send_range
+from tests.support.memory import peak_bytes
 from tests.support.models import llama, qwen3moe
 
 
@@ -346,8 +349,6 @@ def test_ctrl_c_at_the_verb_ends_it_at_once_though_the_web_does_not_answer(
 
 
 def test_memory_does_not_grow_with_the_model_or_the_number_of_downloads(tmp_path: Path) -> None:
-    from tests.model.test_slice_memory import sparse_model
-
     peaks = []
     for size, count in ((16 * 2**20, 1), (256 * 2**20, 6)):
         model = sparse_model(tmp_path / f"{count}.gguf", size, 2**20)
@@ -367,14 +368,10 @@ from tests.hub.weights.serving import SmallHub
 with SmallHub(Path(sys.argv[1])) as hub:
     print(hub.url, flush=True)
     sys.stdin.read()
-    import resource
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
 def peak_while_sending(folder: Path, entry: Entry, count: int) -> int:
-    import httpx
-
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, str(folder)],
         stdin=subprocess.PIPE,
@@ -397,5 +394,6 @@ def peak_while_sending(folder: Path, entry: Entry, count: int) -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    out, _ = process.communicate("", timeout=30)
-    return int(out)
+    peak = peak_bytes(process.pid)
+    process.communicate("", timeout=30)
+    return peak
