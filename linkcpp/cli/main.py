@@ -51,6 +51,28 @@ VERBS = (
 )
 
 
+# What these need is in the extra `hub`: a phone that joins one has no use for databases.
+_VERBS_OF_HUB = ("hub", "gateway")
+
+
+def _missing_extra(verb: str, package: str) -> Any:
+    """Stand for a verb whose packages are not installed: it says so when it is used."""
+    stand_in = typer.Typer()
+
+    @stand_in.command(
+        verb,
+        help=f"Needs the extra `hub` (`{package}` is missing).",
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
+    def refuse() -> None:
+        raise LinkcppError(
+            f"`linkcpp {verb}` needs {package}, which is not installed.",
+            hint="pip install 'linkcpp[hub]'",
+        )
+
+    return typer.main.get_command(stand_in)
+
+
 class _Verbs(TyperGroup):
     """Loads ``linkcpp.cli.<verb>`` and takes its ``app``."""
 
@@ -84,7 +106,12 @@ class _Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(f"linkcpp.cli.{cmd_name}")
+        try:
+            module = importlib.import_module(f"linkcpp.cli.{cmd_name}")
+        except ModuleNotFoundError as error:
+            if cmd_name not in _VERBS_OF_HUB or (error.name or "").startswith("linkcpp"):
+                raise
+            return _missing_extra(cmd_name, error.name or "a package")
         command = typer.main.get_command(module.app)
         command.name = cmd_name
         return command
