@@ -157,7 +157,10 @@ def _report_view(report: DeploymentReport) -> list[RenderableType]:
     if report.condition is Condition.STARTING:
         head += f": {state.phase.value.replace('_', ' ')}"
     experts = experts_view(state.experts) if state.experts else []
-    return [head, *_explanation(report), _facts(state), _stage_table(state), *experts]
+    ways = [
+        f"  {escape(stage.node_name)} by {escape(stage.way)}" for stage in state.stages if stage.way
+    ]
+    return [head, *_explanation(report), _facts(state), _stage_table(state), *ways, *experts]
 
 
 def _explanation(report: DeploymentReport) -> list[RenderableType]:

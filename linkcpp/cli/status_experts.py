@@ -22,7 +22,12 @@ def experts_view(experts: ExpertsState) -> list[RenderableType]:
         for worker in experts.workers
         if (why := _why_not(worker))
     ]
-    return [table, *details, f"  {_summary(experts)}"]
+    ways = [
+        f"  {escape(worker.node_name)} by {escape(worker.way)}"
+        for worker in experts.workers
+        if worker.way
+    ]
+    return [table, *ways, *details, f"  {_summary(experts)}"]
 
 
 def _cells(worker: WorkerState) -> list[str]:

@@ -154,7 +154,8 @@ class Attempt:
         )
         self._resources.nodes = found
         for node in found.values():
-            self._journal.emit(NodeFound(node.record.node_id, node.url, node.rtt_ms))
+            way = node.client.way()
+            self._journal.emit(NodeFound(node.record.node_id, node.url, node.rtt_ms, way))
         return replace(observed, found_nodes=frozenset(found))
 
     async def _start_servers(self, observed: Observed) -> Observed:

@@ -45,11 +45,12 @@ class PlanAdopted:
 
 @dataclass(frozen=True)
 class NodeFound:
-    """A node of the plan answered at ``url``."""
+    """A node of the plan answered at ``url``; ``way`` says how an edge gets there, and why so."""
 
     node_id: str
     url: str
     rtt_ms: float | None
+    way: str | None = None
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,8 @@ def _changes(state: DeploymentState, event: Event, now: float) -> dict[str, Any]
                 "excluded_nodes": excluded,
                 "coordinator_buffer_bytes": 0,
             }
-        case NodeFound(node_id, url, rtt_ms):
-            found = {"url": url, "rtt_ms": rtt_ms}
+        case NodeFound(node_id, url, rtt_ms, way):
+            found = {"url": url, "rtt_ms": rtt_ms, "way": way}
             indices = [stage.index for stage in state.stages if stage.node_id == node_id]
             return {"stages": _with(state.stages, indices, found)}
         case ServerSeen(stage, server):

@@ -78,7 +78,8 @@ class StageState(Record):
 
     ``held_weight_bytes`` is what the node's agent counted as written; the ``*_buffer_bytes`` are
     what llama-server logged (rounded by it to 10 KiB); ``None`` where nothing was told yet.
-    ``carried_bytes`` went over the link in both directions since the stage started.
+    ``carried_bytes`` went over the link in both directions since the stage started. ``way`` says
+    in words how a node of a hub is reached, and why so.
     """
 
     index: int
@@ -102,6 +103,7 @@ class StageState(Record):
     compute_buffer_bytes: int | None = None
     carried_bytes: int = 0
     rtt_ms: float | None = None
+    way: str | None = None
 
 
 class Notice(Record):

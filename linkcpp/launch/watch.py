@@ -61,7 +61,7 @@ async def watch_server(
             raise BrokenError(f"the rpc-server on {name} ended: {detail}", nodes=nodes)
         emit(ServerSeen(stage, server))
         rtt_ms = (time.perf_counter() - asked_at) * 1000
-        emit(NodeFound(node.record.node_id, node.url, rtt_ms))
+        emit(NodeFound(node.record.node_id, node.url, rtt_ms, node.client.way()))
 
 
 async def watch_traffic(

@@ -1,7 +1,7 @@
 """Calls to a node agent: proof before trust, bounds on what a peer costs, errors in words."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self, TypeVar
@@ -68,7 +68,7 @@ class NodeConnection:
     first call sees to; all later connections go to the very address that gave the proof.
 
     Behind an edge's port (``edge_port``) there can be nobody but the node, whom the edge itself has
-    proved; ``url`` is then what the node is called.
+    proved; ``url`` is then what the node is called, and ``way`` tells how the edge gets there.
     """
 
     def __init__(
@@ -78,10 +78,12 @@ class NodeConnection:
         *,
         timeout_seconds: float = 10.0,
         edge_port: int | None = None,
+        way: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.url = url.rstrip("/")
         self._token = token
         self._timeout_seconds = timeout_seconds
+        self.way = way
         self._is_proven = edge_port is not None
         self._base = self.url if edge_port is None else node_url("127.0.0.1", edge_port)
         self._is_trusted = self._is_proven

@@ -40,12 +40,13 @@ class Reach:
             edge = self._edges.get(url)
             if edge is None or edge.status().state in (EdgeState.FAILED, EdgeState.CLOSED):
                 edge = self._edges[url] = await self._edge(url)
-        return NodeClient(url, edge.token, timeout_seconds=timeout_seconds, edge_port=edge.port)
-
-    def edge_status(self, url: str) -> EdgeStatus | None:
-        """Tell what the edge behind an address does; ``None`` where the address needs none."""
-        edge = self._edges.get(url)
-        return edge.status() if edge is not None else None
+        return NodeClient(
+            url,
+            edge.token,
+            timeout_seconds=timeout_seconds,
+            edge_port=edge.port,
+            way=lambda: edge_way(edge.status()),
+        )
 
     async def aclose(self) -> None:
         """End the edges, and the connections to hubs."""
@@ -76,6 +77,14 @@ class Reach:
             except LinkcppError as error:
                 raise WrongTokenError(error.message, hint=error.hint, code="not_joined") from error
         return known
+
+
+def edge_way(status: EdgeStatus) -> str:
+    """Say in words which way an edge takes now, and why. Pure."""
+    if status.state is EdgeState.UP:
+        again = f", {status.reconnect_count} times anew" if status.reconnect_count else ""
+        return f"{status.why or status.path}{again}"
+    return f"{status.state.value}: {status.problem or 'no path yet'}"
 
 
 def _cluster_token() -> str:

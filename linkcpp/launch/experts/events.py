@@ -59,11 +59,12 @@ class WorkerMoved:
 
 @dataclass(frozen=True)
 class WorkerFound:
-    """The node of a share was found."""
+    """The node of a share was found; ``way`` says how an edge gets there, and why so."""
 
     share: int
     url: str
     rtt_ms: float
+    way: str | None = None
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,8 @@ def apply_to_experts(state: ExpertsState, event: ExpertsEvent) -> ExpertsState: 
             return _with(state, share, changes)
         case WorkerMoved(share, phase, detail):
             return _with(state, share, {"phase": phase, "detail": detail})
-        case WorkerFound(share, url, rtt_ms):
-            return _with(state, share, {"url": url, "rtt_ms": rtt_ms})
+        case WorkerFound(share, url, rtt_ms, way):
+            return _with(state, share, {"url": url, "rtt_ms": rtt_ms, "way": way})
         case WorkerStarted(share, holder, worker_id, slab_bytes):
             before = state.workers[share]
             changes = {

@@ -176,7 +176,7 @@ class RemoteMember(Member):
     async def _serve(self) -> str:
         node = await self._around.find(self._share)
         try:
-            self._emit(WorkerFound(self._index, node.url, node.rtt_ms))
+            self._emit(WorkerFound(self._index, node.url, node.rtt_ms, node.client.way()))
             if problem := node.record.engine_problem:
                 raise LinkcppError(
                     f"The engine of {node.record.name} cannot be used: {problem.message}",
@@ -263,7 +263,7 @@ class RemoteMember(Member):
         if worker.state in (ServerState.FAILED, ServerState.STOPPED):
             return f"its worker ended: {worker.detail or worker.state.value}"
         rtt_ms = (time.perf_counter() - asked_at) * 1000
-        self._emit(WorkerFound(self._index, node.url, rtt_ms))
+        self._emit(WorkerFound(self._index, node.url, rtt_ms, node.client.way()))
         return None
 
 

@@ -46,7 +46,8 @@ class WorkerState(Record):
     up hold the least held expert of this share. ``is_linked`` tells whether the dispatch process
     uses it, ``link`` is its own word for that, ``link_detail`` says why not. ``checked`` is what
     the check of its rows found (``unchecked``: nothing to compare with). Slice sizes are in bytes
-    of the file on the node; ``transferred_bytes`` went over the network for it.
+    of the file on the node; ``transferred_bytes`` went over the network for it. ``way`` says in
+    words how a node of a hub is reached, and why so.
     """
 
     index: int
@@ -67,6 +68,7 @@ class WorkerState(Record):
     start_count: int = 0
     replica_count: int = 0
     rtt_ms: float | None = None
+    way: str | None = None
     is_linked: bool = False
     link: str | None = None
     link_detail: str | None = None
