@@ -2,9 +2,11 @@
 
 An edge carries TCP connections to the node's agent over whatever path works: a direct WebSocket,
 or a relay that sees ciphertext only. A lost path is replaced by another one without losing a byte.
-From the wire upwards: ``noise`` (key exchange), ``channel`` (encrypted records), ``session``
-(numbered frames that survive a lost path), ``streams`` (many byte streams in one session), ``core``
-(session and streams together); all these are pure. Above them ``carrier``, ``link``, ``local`` and
-``exchange`` do the I/O, ``endpoint`` is the coordinator's end and ``acceptor`` the node's.
-``docs/wire.md`` has the bytes.
+From the wire upwards: ``noise`` (key exchange and ciphers), ``session`` (numbered frames that
+survive a lost path), ``streams`` (many byte streams in one session), ``core`` (both together), and
+``choosing`` (which path is better) are pure. ``carrier`` (WebSockets), ``handshake``, ``link`` (one
+encrypted channel), ``local`` (one TCP connection) and ``exchange`` (a session with its
+connections) do the I/O of both ends. The coordinator's end is ``endpoint``, with ``offers`` and
+``supply`` (what the hub tells), ``reaching`` and ``paths``; the node's is ``acceptor``, with
+``accepted`` (one edge). ``docs/wire.md`` has the bytes.
 """

@@ -3,9 +3,6 @@
 from enum import IntEnum
 from typing import NamedTuple
 
-from linkcpp.edge.noise import MAX_MESSAGE_BYTES, TAG_BYTES
-
-MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - TAG_BYTES
 # With the heads of record and frame it fits one Noise message.
 CHUNK_BYTES = 60 * 1024
 

@@ -18,7 +18,6 @@ from linkcpp.edge.records import EdgeLimits, EdgeTimes
 from linkcpp.gateway.relay import Relay
 from linkcpp.gateway.serving import serve_gateway
 from linkcpp.registry.edges import EdgeOffer, EdgeRole
-from linkcpp.registry.encoding import encode
 from linkcpp.registry.keys import MachineKeys, make_keys
 from linkcpp.registry.relay import RELAY_PATH
 from linkcpp.registry.tickets import EdgeClaims, sign_edge_ticket
@@ -232,8 +231,3 @@ async def edge(
     )
     async with await endpoint.open(timeout_seconds=timeout_seconds):
         yield endpoint
-
-
-def other_key() -> str:
-    """A public key of somebody else."""
-    return encode(make_keys().edge.public_key().public_bytes_raw())
