@@ -44,13 +44,23 @@ class FetchConfig(Record):
 
 
 class FetchNews(WireRecord):
-    """How far it is, as in ``SliceRecord``; the last one tells that it is done, or why not."""
+    """How far it is, as in ``SliceRecord``; the last one tells that it is done, or why not.
+
+    ``needed_bytes`` is the size of a slice that is larger than it may be.
+    """
 
     file_bytes: int | None = None
     received_bytes: int = 0
     transferred_bytes: int = 0
     is_done: bool = False
     error: str | None = None
+    needed_bytes: int | None = None
+
+
+class _TooLargeError(LinkcppError):
+    def __init__(self, file_bytes: int, message: str, *, hint: str) -> None:
+        super().__init__(message, hint=hint)
+        self.file_bytes = file_bytes
 
 
 class _Reporter:
@@ -142,7 +152,8 @@ def _write(
     segments = choose_segments(files, requests)
     job = plan_slice(files, segments).job
     if job.file_bytes > config.most_bytes:
-        raise LinkcppError(
+        raise _TooLargeError(
+            job.file_bytes,
             f"The slice takes {format_bytes(job.file_bytes)}, but the node has "
             f"{format_bytes(config.most_bytes)} left for slices.",
             hint="Delete slices there, raise the owner's limit (`linkcpp node --slices`), or "
@@ -161,6 +172,9 @@ def main(arguments: list[str]) -> int:
     """Run with the configuration in a file."""
     try:
         fetch(FetchConfig.model_validate_json(Path(arguments[0]).read_bytes()))
+    except _TooLargeError as error:
+        _print(FetchNews(error=str(error), needed_bytes=error.file_bytes))
+        return 2
     except LinkcppError as error:
         _print(FetchNews(error=str(error)))
         return 2

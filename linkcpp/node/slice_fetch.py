@@ -31,6 +31,14 @@ class HubTokens(Protocol):
         ...
 
 
+class TooLargeError(LinkcppError):
+    """The slice has ``file_bytes``, which are more than it may have."""
+
+    def __init__(self, message: str, file_bytes: int) -> None:
+        super().__init__(message)
+        self.file_bytes = file_bytes
+
+
 class Fetch:
     """Fetches ``output`` once; what an earlier run left is used."""
 
@@ -104,6 +112,8 @@ class Fetch:
                 if news is None:
                     continue
                 if news.error is not None:
+                    if news.needed_bytes is not None:
+                        raise TooLargeError(news.error, news.needed_bytes)
                     raise LinkcppError(news.error)
                 yield news
                 if news.is_done:

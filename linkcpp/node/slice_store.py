@@ -15,9 +15,10 @@ from linkcpp.common.units import format_bytes
 from linkcpp.model.slices.manifest import Manifest, manifest_path, read_manifest
 from linkcpp.node.limits import RefusedError
 from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
-from linkcpp.node.slice_fetch import Fetch, HubTokens
+from linkcpp.node.slice_fetch import Fetch, HubTokens, TooLargeError
 from linkcpp.node.slice_files import file_pieces, manifest_segments, slice_id
 from linkcpp.node.slice_receiver import Receiver
+from linkcpp.node.slice_room import Room
 from linkcpp.node.stored_slice import (
     FILE_NAME,
     REQUEST_NAME,
@@ -27,9 +28,6 @@ from linkcpp.node.stored_slice import (
     find_slice,
     finish_files,
 )
-
-# Left free on the disk whatever the owner allows: a full disk stops more than this agent.
-RESERVE_BYTES = 512 * 2**20
 
 _MOST_SLICES = 1024
 _BATCH_BYTES = 2**20
@@ -51,9 +49,9 @@ class SliceStore:
 
     def __init__(self, folder: Path, *, limit_bytes: int | None, log_folder: Path) -> None:
         self._folder = folder
-        self._limit_bytes = limit_bytes
         self._log_folder = log_folder
         self._slices: dict[SliceId, StoredSlice] = {}
+        self._room = Room(folder, limit_bytes, self._slices)
         self._fetching = asyncio.Lock()
         self._fetches: dict[SliceId, asyncio.Task[None]] = {}
         self._is_closing = False
@@ -74,19 +72,8 @@ class SliceStore:
         return tuple(item.record() for item in self._slices.values())
 
     def offered_bytes(self) -> int:
-        """How large one more slice may be."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self._folder).free - RESERVE_BYTES
-        except OSError:
-            return 0
-        used = 0
-        for item in self._slices.values():
-            size = max(item.file_bytes or 0, item.received_bytes)
-            used += size
-            free -= size - item.received_bytes
-        left = free if self._limit_bytes is None else min(free, self._limit_bytes - used)
-        return max(left, 0)
+        """How large one more slice may be; unused ones give way to it."""
+        return self._room.offered_bytes()
 
     async def show(self, name: SliceId) -> SliceRecord:
         """Tell how one slice stands; ``received_bytes`` is where an upload goes on.
@@ -141,6 +128,7 @@ class SliceStore:
                     f"The slice {item.slice_id} is {item.state}{why}.",
                     hint="Wait until it is ready, or send it again.",
                 )
+            item.touch()
         return found
 
     async def fetch(self, request: SliceRequest, peer: str) -> SliceRecord:
@@ -152,6 +140,7 @@ class SliceStore:
         name = slice_id(request.model_digest, request.segments)
         item = self._slices.get(name)
         if item is not None and item.state in _THERE_OR_FETCHED:
+            item.touch()
             return item.record()
         async with self._changing(name, 1) as item:
             _log.info("%s has a slice fetched (%s)", peer, name)
@@ -175,6 +164,7 @@ class SliceStore:
             raise RefusedError(422, "another_slice", "This manifest is of another slice.")
         known = self._slices.get(name)
         if known is not None and known.state is SliceState.READY:
+            known.touch()
             return known.record()
         manifest = manifest.model_copy(update={"file_name": FILE_NAME})
         is_same = known is not None and known.manifest == manifest
@@ -263,17 +253,16 @@ class SliceStore:
     @contextlib.asynccontextmanager
     async def _changing(self, name: SliceId, size_bytes: int) -> AsyncIterator[StoredSlice]:
         """Lock a slice, known or new, that is to become ``size_bytes`` large."""
-        known = self._slices.get(name)
-        if known is not None and (known.lock.locked() or name in self._fetches):
-            raise _busy()
+        known = self._unchanging(name)
+        there = max(known.file_bytes or 0, known.received_bytes) if known else 0
+        await self._make_room(size_bytes - there, name)
+        known = self._unchanging(name)
         if self._is_closing:
             raise RefusedError(409, "stopping", "This node agent is being stopped.")
         if known is None and len(self._slices) >= _MOST_SLICES:
             raise RefusedError(
                 409, "too_many_slices", f"This node has {_MOST_SLICES} slices.", hint="Delete some."
             )
-        there = max(known.file_bytes or 0, known.received_bytes) if known else 0
-        self._check_room(size_bytes - there)
         item = known or StoredSlice(name, self._folder / name)
         self._slices[name] = item
         try:
@@ -284,17 +273,22 @@ class SliceStore:
                 del self._slices[name]
             raise
 
-    def _check_room(self, size_bytes: int) -> None:
-        offered = self.offered_bytes()
-        if size_bytes > offered:
-            raise RefusedError(
-                507,
-                "insufficient_storage",
-                f"The slice takes {format_bytes(size_bytes)}, but this node has "
-                f"{format_bytes(offered)} left for slices.",
-                hint="Delete slices there, raise the owner's limit (`linkcpp node --slices`), or "
-                "ask for fewer experts.",
-            )
+    def _unchanging(self, name: SliceId) -> StoredSlice | None:
+        known = self._slices.get(name)
+        if known is not None and (known.lock.locked() or name in self._fetches):
+            raise _busy()
+        return known
+
+    async def _make_room(self, size_bytes: int, kept: SliceId) -> None:
+        """Remove unused slices until so much more fits.
+
+        Raises:
+            RefusedError: it would not fit without all of them.
+        """
+        self._room.check(size_bytes, kept)
+        while (item := self._room.first_to_go(size_bytes, kept)) is not None:
+            _log.info("the slice %s was not used for long and makes room", item.slice_id)
+            await self.delete(item.slice_id)
 
     def _start_fetch(self, item: StoredSlice) -> None:
         item.state, item.detail = SliceState.QUEUED, None
@@ -308,14 +302,12 @@ class SliceStore:
             if item.request is None:
                 raise RuntimeError("nothing tells what to fetch")
             item.state = SliceState.FETCHING
-            log_path = self._log_folder / f"{item.slice_id}.log"
-            fetch = Fetch(item.request, item.path, log_path, self.hub)
-            before = item.transferred_bytes
             try:
-                async for news in fetch.run(self.offered_bytes() + item.received_bytes):
-                    item.file_bytes = news.file_bytes or item.file_bytes
-                    item.received_bytes = news.received_bytes or item.received_bytes
-                    item.transferred_bytes = before + news.transferred_bytes
+                try:
+                    await self._run_fetch(item, item.request)
+                except TooLargeError as error:
+                    await self._make_room(error.file_bytes - item.received_bytes, item.slice_id)
+                    await self._run_fetch(item, item.request)
                 item.take_manifest(await asyncio.to_thread(read_manifest, item.path))
             except LinkcppError as error:
                 item.state, item.detail = SliceState.FAILED, printable(str(error), 500)
@@ -323,6 +315,15 @@ class SliceStore:
                 return
             self._become_ready(item)
             await asyncio.to_thread((item.folder / REQUEST_NAME).unlink, missing_ok=True)
+
+    async def _run_fetch(self, item: StoredSlice, request: SliceRequest) -> None:
+        log_path = self._log_folder / f"{item.slice_id}.log"
+        fetch = Fetch(request, item.path, log_path, self.hub)
+        before = item.transferred_bytes
+        async for news in fetch.run(self._room.free_bytes() + item.received_bytes):
+            item.file_bytes = news.file_bytes or item.file_bytes
+            item.received_bytes = news.received_bytes or item.received_bytes
+            item.transferred_bytes = before + news.transferred_bytes
 
     async def _prepare(self, item: StoredSlice) -> Receiver:
         if item.receiver is None:

@@ -5,7 +5,9 @@ agent fetches it (then it goes on by itself after a restart), else the manifest 
 """
 
 import asyncio
+import contextlib
 import os
+import time
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -56,6 +58,19 @@ class StoredSlice:
         """What its experts take in memory, once it is ready."""
         is_ready = self.state is SliceState.READY and self.manifest is not None
         return slab_bytes(self.manifest) if is_ready and self.manifest else None
+
+    @property
+    def last_used(self) -> float:
+        """When a worker or a deployment last wanted it, in seconds since 1970."""
+        try:
+            return self.folder.stat().st_mtime
+        except OSError:
+            return time.time()
+
+    def touch(self) -> None:
+        """Note that it is wanted."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder)
 
     def take_manifest(self, manifest: Manifest) -> None:
         """Be the slice that a manifest describes."""

@@ -97,6 +97,7 @@ class ManagedWorker(Managed):
         if was_alive:
             for item in self.slices:
                 item.user_count -= 1
+                item.touch()
 
     def record(self) -> WorkerRecord:
         """Tell how it stands."""
@@ -133,7 +134,7 @@ class WorkerManager(Manager[ManagedWorker]):
         promising: asyncio.Lock,
         server_overhead_bytes: int,
         log_folder: Path,
-        default_threads: int,
+        most_threads: int,
     ) -> None:
         super().__init__("expert worker", "worker", most_bridges=MOST_BRIDGES)
         self._engine = engine
@@ -143,7 +144,7 @@ class WorkerManager(Manager[ManagedWorker]):
         self._promising = promising
         self._server_overhead_bytes = server_overhead_bytes
         self._log_folder = log_folder
-        self._default_threads = default_threads
+        self._most_threads = most_threads
         self._program_bytes: int | None = None
 
     def records(self) -> tuple[WorkerRecord, ...]:
@@ -272,7 +273,8 @@ class WorkerManager(Manager[ManagedWorker]):
         )
 
     def _threads(self, worker: ManagedWorker) -> int:
-        return worker.request.threads or self._default_threads
+        # What the node's owner gives is the bound of what anybody may ask for.
+        return min(worker.request.threads or self._most_threads, self._most_threads)
 
     def _cap(self, worker: ManagedWorker) -> None:
         """Hold the worker's rpc-server, which has its slabs now, to what it may still take."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import os
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from linkcpp.engine.records import EngineLocation
 from linkcpp.model.cursor import FIRST_CHUNK_BYTES
 from linkcpp.model.slices.manifest import manifest_path, read_manifest
 from linkcpp.model.slices.verifying import verify_file
-from linkcpp.node import slice_routes, slice_store
+from linkcpp.node import slice_room, slice_routes
 from linkcpp.node.agent import AgentOptions
 from linkcpp.node.client import NodeClient, NodeRefusedError
 from linkcpp.node.records import SliceId, SliceRecord, SliceState
@@ -297,10 +298,45 @@ async def test_slices_stay_within_the_owners_limit(
         assert not file_of(sent.slice_id).parent.exists()
 
 
+async def test_slices_that_nobody_used_for_long_give_way_to_new_ones(
+    stock_engine: EngineLocation, web: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = [cut_here(tmp_path, (layer, 0, 3)) for layer in range(4)]
+    limit = sum(piece.file_bytes for piece in pieces[:3])
+    options = AgentOptions(host="127.0.0.1", mdns=False, slices_limit_bytes=limit)
+    async with running_agent(stock_engine, options=options) as node:
+        old, older, used = [(await node.client.send_slice(p.path)).slice_id for p in pieces[:3]]
+        # Each was used just now, so none gives way.
+        with pytest.raises(NodeRefusedError, match="left for slices"):
+            await node.client.send_slice(pieces[3].path)
+        monkeypatch.setattr(slice_room, "KEPT_SECONDS", -1e9)
+        for name, seconds in ((old, 2e9), (older, 1e9), (used, 5e8)):
+            os.utime(file_of(name).parent, (seconds, seconds))
+        node.agent.slices.get(used).user_count = 1
+        assert (await node.client.slices()).offered_bytes == 2 * pieces[0].file_bytes
+        sent = await node.client.send_slice(pieces[3].path)
+        assert {r.slice_id for r in (await node.client.slices()).slices} == {
+            old,
+            used,
+            sent.slice_id,
+        }
+        assert not file_of(older).parent.exists()
+        # A fetched one tells its size only while it is fetched.
+        node.agent.slices.get(sent.slice_id).user_count = 1
+        asked = await node.client.fetch_slice(request_for(publish(web), (1, 0, 3)))
+        assert (await node.client.wait_slice(asked.slice_id)).state is SliceState.READY
+        assert not file_of(old).parent.exists()
+        assert file_of(used).exists()
+        node.agent.slices.get(asked.slice_id).user_count = 1
+        with pytest.raises(NodeRefusedError) as error:
+            await node.client.send_slice(pieces[0].path)
+        assert error.value.code == "insufficient_storage"
+
+
 async def test_a_disk_with_little_room_takes_no_slice(
     node: RunningAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slice_store, "RESERVE_BYTES", 2**62)
+    monkeypatch.setattr(slice_room, "RESERVE_BYTES", 2**62)
     with pytest.raises(NodeRefusedError) as error:
         await node.client.send_slice(cut_here(tmp_path, (0, 0, 0)).path)
     assert error.value.code == "insufficient_storage"
