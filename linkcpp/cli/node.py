@@ -46,6 +46,14 @@ def node(
         str | None,
         typer.Option(help="The most disk space for slices of models, like 20GB; 0 takes none."),
     ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1024,
+            help="The most threads of each rpc-server and worker; all usable cores if not given.",
+        ),
+    ] = None,
     device: Annotated[
         list[str] | None, typer.Option(help="Offer only this device; may be given several times.")
     ] = None,
@@ -97,7 +105,7 @@ def node(
             engine=chosen,
             options=options,
             overhead_bytes=overhead_bytes,
-            core_count=usable_cores(),
+            core_count=min(threads or usable_cores(), usable_cores()),
         )
         if is_new:
             _tell_about_token()

@@ -42,7 +42,12 @@ def worker(
         int, typer.Option(min=0, max=65535, help="Port of loopback; 0 takes a free one.")
     ] = 0,
     device: Annotated[str, typer.Option(help="Device to compute on.")] = "CPU",
-    threads: Annotated[int | None, typer.Option(min=1, max=1024)] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1024, help="Threads to compute with; the engine's choice if not given."
+        ),
+    ] = None,
     engine: Annotated[
         Path | None, typer.Option(help="Folder of the llama.cpp programs to use.")
     ] = None,

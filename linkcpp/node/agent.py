@@ -80,7 +80,7 @@ class NodeAgent:
             promising=promising,
             overhead_bytes=overhead_bytes,
             log_folder=state_folder() / "servers",
-            default_threads=core_count,
+            most_threads=core_count,
         )
         self.slices = SliceStore(
             data_folder() / "slices",
@@ -95,7 +95,7 @@ class NodeAgent:
             promising=promising,
             server_overhead_bytes=overhead_bytes,
             log_folder=state_folder() / "workers",
-            default_threads=core_count,
+            most_threads=core_count,
         )
 
     async def describe(self) -> NodeRecord:

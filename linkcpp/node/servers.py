@@ -66,7 +66,7 @@ class ServerManager(Manager[ManagedServer]):
         promising: asyncio.Lock,
         overhead_bytes: int,
         log_folder: Path,
-        default_threads: int,
+        most_threads: int,
     ) -> None:
         super().__init__("rpc-server", "server", most_bridges=1)
         self._engine = engine
@@ -74,7 +74,7 @@ class ServerManager(Manager[ManagedServer]):
         self._promising = promising
         self._overhead_bytes = overhead_bytes
         self._log_folder = log_folder
-        self._default_threads = default_threads
+        self._most_threads = most_threads
 
     @property
     def overhead_bytes(self) -> int:
@@ -92,7 +92,7 @@ class ServerManager(Manager[ManagedServer]):
             RefusedError: no such device, too little memory, no working engine, or it did not start.
         """
         server = await self._promise(request)
-        threads = request.threads or self._default_threads
+        threads = min(request.threads or self._most_threads, self._most_threads)
         _log.info(
             "%s starts an rpc-server for %s on %s, up to %s",
             peer,

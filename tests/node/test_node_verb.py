@@ -16,6 +16,7 @@ from linkcpp.common.sockets import listen
 from linkcpp.engine.records import EngineLocation
 from linkcpp.node.agent import engine_or_problem
 from linkcpp.node.client import NodeClient
+from linkcpp.node.records import ServerRequest
 from tests.node.agents import agent_process
 
 
@@ -157,3 +158,20 @@ async def test_a_second_node_with_the_folder_of_a_running_one_is_refused(
         )
     assert done.returncode == 2
     assert "A node runs already with the state folder" in done.stderr
+
+
+async def test_an_owner_bounds_the_threads_whatever_is_asked_for(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    async with (
+        agent_process(stock_engine, tmp_path / "node", "--threads", "1") as agent,
+        NodeClient(agent.url, agent.token) as client,
+    ):
+        request = ServerRequest(deployment="d", device="CPU", memory_bytes=2**26, threads=64)
+        server = await client.create_server(request)
+        commands = [process.cmdline() for process in agent.engine_processes()]
+        rpc_server = next(
+            words for words in commands if words[:1] == [str(stock_engine.rpc_server)]
+        )
+        assert rpc_server[rpc_server.index("-t") + 1] == "1"
+        await client.delete(server.server_id)
