@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from linkcpp.cluster.token import tokens_equal
 from linkcpp.common.access import RateLimit, read_body, refuse, replay
 from linkcpp.common.callers import caller as caller_address
+from linkcpp.common.serving import MAX_HEAD_BYTES
 from linkcpp.common.text import printable
 from linkcpp.hub.directory import Directory
 from linkcpp.hub.identity import HubIdentity
@@ -147,6 +148,7 @@ class Access:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         try:
+            _check_head(scope)
             if path in OPEN_PATHS:
                 if path in _LIMITED_PATHS:
                     self._check_rate(self._open_calls, scope)
@@ -207,6 +209,14 @@ class Access:
             "address": _address(scope),
         }
         _log.log(level, "%s", "request", extra=told)
+
+
+def _check_head(scope: Scope) -> None:
+    # The server bounds what it waits for; a long head that comes in one piece is refused here.
+    head_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+    head_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
+    if head_bytes > MAX_HEAD_BYTES:
+        raise HubProblem(431, "too_large", f"The head is longer than {MAX_HEAD_BYTES} bytes.")
 
 
 def _bearer(header: bytes) -> str:

@@ -1,0 +1,135 @@
+"""A hub that is killed at any moment has lost nothing that it acknowledged."""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from sqlalchemy import Engine, select
+
+from linkcpp.hub.schema import MACHINES
+from linkcpp.registry.client import HubClient
+from linkcpp.registry.connection import HubError, HubUnreachableError
+from linkcpp.registry.edges import EdgeRequest, GatewayHeartbeat
+from linkcpp.registry.records import Heartbeat, JoinTokenRequest, Role
+from tests.hub.hubs import Machine, RunningHub, gateway_url, node_state, running_hub
+
+PORT_SECONDS = 60
+
+
+@asynccontextmanager
+async def hub_process(data: Path, database_url: str | None, port: int) -> AsyncIterator[str]:
+    """Run `linkcpp hub`, and kill it at the end."""
+    environment = os.environ | ({"LINKCPP_DATABASE": database_url} if database_url else {})
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "linkcpp", "hub", "--data", str(data), "--port", str(port)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=environment,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(PORT_SECONDS):
+            line = await process.stdout.readline()
+        yield line.decode().split()[0]
+    finally:
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+
+
+async def write_until_killed(client: HubClient, acknowledged: list[str]) -> None:
+    """Make join tokens, and note those that the hub acknowledged."""
+    request = JoinTokenRequest(role=Role.NODE, lifetime_seconds=3600)
+    try:
+        while True:
+            made = await client.create_join_token(request)
+            acknowledged.append(made.record.token_id)
+    except HubError:
+        return
+
+
+async def beat_until_killed(node: Machine, url: str, acknowledged: list[int]) -> None:
+    """Send numbered heartbeats, and note those that the hub acknowledged."""
+    async with httpx.AsyncClient(base_url=url, headers=node.headers) as http:
+        while True:
+            body = Heartbeat(sequence=acknowledged[-1] + 1)
+            try:
+                response = await http.post("/v1/heartbeat", content=body.model_dump_json())
+            except httpx.HTTPError:
+                return
+            assert response.status_code == 200
+            acknowledged.append(body.sequence)
+
+
+async def test_what_was_acknowledged_is_there_after_kill_9_at_any_moment(
+    tmp_path: Path, database_url: str | None
+) -> None:
+    data = tmp_path / "hub"
+    async with running_hub(data, database_url) as before:
+        admin = await before.machine(Role.ADMIN)
+        node = await before.online_node("attic", direct_urls=("ws://10.0.0.5:8716/v1/edge",))
+        backbone = await before.machine(Role.BACKBONE)
+        gateway = await before.online_gateway()
+        edge = await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
+        port = int(before.url.rpartition(":")[2])
+    tokens: list[str] = []
+    beats = [0]
+    for _ in range(2):
+        async with HubClient(before.url, renew=admin.client._renew) as client:
+            async with hub_process(data, database_url, port) as url:
+                tasks = [
+                    asyncio.create_task(write_until_killed(client, tokens)),
+                    asyncio.create_task(write_until_killed(client, tokens)),
+                    asyncio.create_task(beat_until_killed(node, url, beats)),
+                ]
+                await asyncio.sleep(random.uniform(0.4, 0.8))  # noqa: S311
+            await asyncio.gather(*tasks)
+    assert len(tokens) > 10
+    assert beats[-1] > 10
+    async with running_hub(data, database_url) as after:
+        listed = (await after.http.get("/v1/join-tokens", headers=admin.headers)).json()["tokens"]
+        assert set(tokens) <= {one["token_id"] for one in listed}
+        told = (await after.http.get("/v1/nodes", headers=admin.headers)).json()["nodes"]
+        attic = next(one for one in told if one["node_id"] == node.node_id)
+        assert attic["state"]["direct_urls"] == ["ws://10.0.0.5:8716/v1/edge"]
+        assert await sequence_of(after, node) >= beats[-1]
+        # The edge is still one, and its gateway may keep it.
+        body = GatewayHeartbeat(url=gateway_url("relay"), edges=(edge.edge_id,))
+        kept = await after.http.post(
+            "/v1/gateways/heartbeat", json=body.model_dump(mode="json"), headers=gateway.headers
+        )
+        assert kept.json()["close_edges"] == []
+
+
+async def sequence_of(hub: RunningHub, node: Machine) -> int:
+    query = select(MACHINES.c.sequence).where(MACHINES.c.node_id == node.node_id)
+
+    def read(engine: Engine) -> int:
+        with engine.connect() as connection:
+            return int(connection.execute(query).scalar_one())
+
+    return await hub.hub.read(read)
+
+
+async def test_machines_come_back_by_themselves_when_a_hub_runs_again(
+    tmp_path: Path, database_url: str | None
+) -> None:
+    data = tmp_path / "hub"
+    async with running_hub(data, database_url) as first:
+        node = await first.machine(Role.NODE)
+        port = int(first.url.rpartition(":")[2])
+    async with HubClient(first.url, renew=node.client._renew) as client:
+        async with hub_process(data, database_url, port):
+            state = node_state(node)
+            assert not (await client.heartbeat(Heartbeat(sequence=0, state=state))).wants_state
+        with pytest.raises(HubUnreachableError):
+            await client.heartbeat(Heartbeat(sequence=1))
+        async with hub_process(data, database_url, port):
+            answer = await client.heartbeat(Heartbeat(sequence=2))
+    assert not answer.wants_state
