@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -249,3 +250,40 @@ def test_a_worker_that_answers_nonsense_is_passed_over(kind: str, faults: Faults
     assert status["workers"][0]["pair_count"] == 0
     assert status["failed_pair_count"] == 0
     liar.listener.close()
+
+
+def test_zeros_that_stood_for_rows_are_gone_once_the_slot_is_erased(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    model = models.qwen3moe()
+    with running_llama_server(stock_engine, model, tmp_path, label="alone") as alone:
+        wanted = alone.complete(SHORT, 8)
+    nobody = {"zero_missing": True, "patience_seconds": 0.1}
+    extra = ("--slot-save-path", f"{tmp_path}/")
+    with contextlib.ExitStack() as stack:
+        device = stack.enter_context(running_device(stock_engine, model, [], tmp_path, **nobody))
+        server = stack.enter_context(
+            running_llama_server(
+                stock_engine, model, tmp_path, device_port=device.port, extra=extra
+            )
+        )
+        poisoned = server.complete(SHORT, 8, cache_prompt=True)
+        assert as_json(poisoned) != as_json(wanted)
+        failed = device.status()["failed_pair_count"]
+        assert failed > 0
+        share = even_shares(model, 1)[0]
+        worker = stack.enter_context(
+            running_worker(stock_engine, model, share, tmp_path, name="late")
+        )
+        entry = worker_entry("late", worker).model_dump()
+        assert device.control.post("/workers", json=entry).status_code == 200
+        device.wait_until("s['missing_expert_count'] == 0")
+        # With every expert there, what the slot has kept of the prompt is wrong all the same.
+        again = server.complete(SHORT, 8, cache_prompt=True)
+        assert again["timings"]["prompt_n"] < wanted["timings"]["prompt_n"]
+        assert as_json(again) != as_json(wanted)
+        assert httpx.post(f"{server.url}/slots/0?action=erase", timeout=60).status_code == 200
+        clean = server.complete(SHORT, 8, cache_prompt=True)
+        assert clean["timings"]["prompt_n"] == wanted["timings"]["prompt_n"]
+        assert as_json(clean) == as_json(wanted)
+        assert device.status()["failed_pair_count"] == failed
