@@ -126,11 +126,12 @@ def plan(
     counts = None if hot is None else load_counts(hot)
     with status_console().status("Looking at the model and the nodes…") as status:
         inventory = load_model_anywhere(model, hub or [])
-        options = _for_hub_model(options, inventory)
+        place = parse_hub_location(inventory.source)
+        hub_urls = list(dict.fromkeys([*(hub or []), *([place.hub_url] if place else [])]))
+        if place is not None:
+            options = _for_hub_model(options, inventory)
         cluster = (
-            _read_cluster(nodes)
-            if nodes
-            else _find_cluster(options, node or [], hub or [], no_mdns)
+            _read_cluster(nodes) if nodes else _find_cluster(options, node or [], hub_urls, no_mdns)
         )
         cluster = _changed(cluster, options, memory, assume or [])
         require_minimum(inventory, cluster, options)
@@ -184,8 +185,7 @@ def _mode(mode: PlanMode, min_nodes: int | None) -> PlanMode:
 
 def _for_hub_model(options: PlanOptions, inventory: ModelInventory) -> PlanOptions:
     """Spread the experts of a model that is at a hub only: it can be launched in no other way."""
-    is_open = options.mode is PlanMode.AUTO and inventory.shape.expert_count > 0
-    if is_open and parse_hub_location(inventory.source) is not None:
+    if options.mode is PlanMode.AUTO and inventory.shape.expert_count > 0:
         return options.model_copy(update={"mode": PlanMode.EXPERTS})
     return options
 

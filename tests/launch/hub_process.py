@@ -1,0 +1,73 @@
+"""``linkcpp hub`` as a process, for tests of what a coordinator takes from it."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from linkcpp.cluster.identity import load_identity
+from linkcpp.registry.client import join_hub
+from linkcpp.registry.keys import load_keys
+from tests.launch.swarm import wait_until
+
+
+class HubProcess:
+    """A hub with a data folder; it can be killed, and started again at its address."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = folder / "hub"
+        self._log = folder / "hub.log"
+        self._port = 0
+        self._token = ""
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command("--port", str(self._port)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "COLUMNS": "200"},
+            )
+        wait_until(lambda: "http://" in self._log.read_text(), self._process)
+        self._port = int(self._log.read_text().split("http://127.0.0.1:")[1].split()[0])
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def add(self, model: Path | str, name: str) -> None:
+        self._run("models", "add", str(model), "--name", name, "--data", str(self.data))
+
+    def join(self) -> None:
+        """Let the machine of this process's folders join as a coordinator."""
+        if not self._token:
+            words = ("token", "create", "--role", "backbone", "--uses", "1000")
+            self._token = self._run(*words, "--data", str(self.data)).strip()
+        identity, keys = load_identity(), load_keys()
+        joining = join_hub(self.url, self._token, identity=identity, keys=keys, allow_plain=True)
+        asyncio.run(joining)
+
+    def _command(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "linkcpp.cli.main", "hub", "--data", str(self.data), *words]
+
+    def _run(self, *words: str) -> str:
+        command = [sys.executable, "-m", "linkcpp.cli.main", "hub", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@contextlib.contextmanager
+def hub_process(folder: Path) -> Iterator[HubProcess]:
+    hub = HubProcess(folder)
+    try:
+        yield hub
+    finally:
+        hub.kill()
