@@ -217,7 +217,8 @@ class AcceptedEdge:
             async with asyncio.timeout(_ALIVE_SECONDS):
                 await link.ping()
         except TimeoutError:
-            await link.close(1000, "the coordinator does not answer on it any more")
+            if monotonic() - link.heard_at > _ALIVE_SECONDS:
+                await link.close(1000, "the coordinator does not answer on it any more")
         except CarrierLostError:
             return
 

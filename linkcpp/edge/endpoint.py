@@ -125,6 +125,7 @@ class EdgeEndpoint:
             problem=self._problem,
             reconnect_count=self._reconnect_count,
             change_count=paths.change_count,
+            connection_count=paths.connection_count,
             sent_bytes=paths.sent_bytes,
             received_bytes=paths.received_bytes,
         )
@@ -172,13 +173,19 @@ class EdgeEndpoint:
                 self._reconnect_count += 1
                 _log.info("an edge lost its path: %s", self._problem)
         except EdgeEndedError as error:
-            self._state, self._problem = EdgeState.FAILED, error.message
-            self._failed.set_result(error)
-            if not self._first.done():
-                self._first.set_exception(error)
-            if self._server is not None:
-                self._server.close()
-            await self._paths.aclose()
+            await self._fail(error)
+        except Exception:
+            _log.exception("an edge ended by a defect")
+            await self._fail(EdgeEndedError("linkcpp met a defect of its own; its log has it."))
+
+    async def _fail(self, error: EdgeEndedError) -> None:
+        self._state, self._problem = EdgeState.FAILED, error.message
+        self._failed.set_result(error)
+        if not self._first.done():
+            self._first.set_exception(error)
+        if self._server is not None:
+            self._server.close()
+        await self._paths.aclose()
 
     async def _reach(self) -> None:
         """Find a path for the session, as long as it takes."""

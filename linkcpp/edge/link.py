@@ -7,6 +7,7 @@ reordered does not open, which ends the link before anything of it is used.
 
 import asyncio
 import contextlib
+import logging
 import os
 import struct
 from collections import deque
@@ -26,6 +27,8 @@ _ATTACH = struct.Struct("<BQ")
 _PING = struct.Struct("<B8s")
 _MAX_PONGS_WAITING = 64
 _CLOSE_SECONDS = 2.0
+
+_log = logging.getLogger(__name__)
 
 
 class Traffic(Protocol):
@@ -136,6 +139,9 @@ class Link:
             code, reason = error.code or 1006, error.reason
         except (NoiseError, SessionError) as error:
             code, reason = RelayCloseCode.RECORD_INVALID, str(error)
+        except Exception:
+            _log.exception("a link of an edge ended by a defect")
+            code, reason = 1011, "linkcpp met a defect of its own"
         finally:
             for task in loops:
                 task.cancel()

@@ -59,7 +59,9 @@ class LocalEnd:
             self._pending.append(data)
             return
         if self._writer.transport.is_closing():
-            return  # the other direction notices it, and ends the stream
+            self._port.abort()
+            self.abort()
+            return
         self._writer.write(data)
         self._untaken_bytes += len(data)
         if self._writer.transport.get_write_buffer_size() < _SLOW_BYTES:

@@ -48,6 +48,11 @@ class PathKeeper:
         return self._trips.now_ms if self._trips else None
 
     @property
+    def connection_count(self) -> int:
+        """How many connections are carried now."""
+        return self._exchange.core.streams.stream_count if self._exchange else 0
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes of connections sent to the node."""
         return self._earlier_bytes[0] + (self._exchange.sent_bytes if self._exchange else 0)

@@ -34,5 +34,6 @@ class EdgeStatus(Record):
     problem: str | None
     reconnect_count: int
     change_count: int
+    connection_count: int
     sent_bytes: int
     received_bytes: int
