@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from linkcpp.common.cache import clean_cache, hold_folder
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import cache_folder, expand_home
 from linkcpp.model.inventory import inventory_of, read_inventory
@@ -19,6 +20,7 @@ from linkcpp.registry.hub_tokens import hub_access
 from linkcpp.registry.models import ServedModel
 
 _MOST_OFFERED = 5
+_MOST_HEADER_BYTES = 256 * 2**20
 
 
 def load_model_anywhere(text: str, hub_urls: Collection[str] = ()) -> ModelInventory:
@@ -74,8 +76,13 @@ def opened_at_hub(place: HubPlace) -> Iterator[HubModel]:
     """
     folder = hashlib.sha256(place.location.encode()).hexdigest()[:32]
     cache = cache_folder() / "hub-models" / folder
-    with hub_access(place.hub_url) as access, HubModel(access, place.name, cache=cache) as model:
+    with (
+        hold_folder(cache),
+        hub_access(place.hub_url) as access,
+        HubModel(access, place.name, cache=cache) as model,
+    ):
         yield model
+    clean_cache(cache.parent, _MOST_HEADER_BYTES)
 
 
 async def hub_models(hub_url: str) -> tuple[ServedModel, ...]:

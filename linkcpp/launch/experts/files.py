@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from linkcpp.common.cache import clean_cache, hold_folder
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import cache_folder
 from linkcpp.launch.experts.opened import opened_model
@@ -63,6 +64,8 @@ class ExpertFiles:
             self._file_bytes = files.file_bytes
             part_count = len(files.sources)
         self.folder = cache_folder() / "experts" / name
+        # For as long as this object, and so the deployment, lives: others clean up meanwhile.
+        self._held = hold_folder(self.folder)
         self._backbone_paths = backbone_paths(self.folder / "backbone.gguf", part_count)
         self.url = next((text for text in (location, planned_source) if is_url(text)), None)
         places = (parse_hub_location(text) for text in (location, planned_source))
@@ -120,6 +123,7 @@ class ExpertFiles:
             copied = sum(job.copied_bytes for job in backbone_jobs(opened.files))
             wanted = Backbone(self._backbone_paths[0], opened.files.file_bytes, copied)
             if not self._has_backbone():
+                clean_cache(self.folder.parent)
                 done = _Sum(check)
                 opened.write_backbone(
                     self.folder / "backbone.gguf",

@@ -1,0 +1,112 @@
+"""Folders of a cache: those in use are held, the others go when all take too much room."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from linkcpp.common.errors import LinkcppError
+
+_MARK: Final = ".in-use"
+_REMOVED: Final = ".removed-"
+_SHARE_OF_DISK: Final = 0.1
+
+
+def hold_folder(folder: Path) -> BinaryIO:
+    """Make a folder of a cache, or find it, and keep it until the returned file is closed.
+
+    The system lets go with the process, however that ends.
+
+    Raises:
+        LinkcppError: it cannot be written.
+    """
+    mark = folder / _MARK
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = mark.open("ab")
+        except OSError as error:
+            raise LinkcppError(
+                f"Cannot write {folder}: {error.strerror}.",
+                hint="Free some space, or set XDG_CACHE_HOME to a folder that you may write.",
+            ) from error
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with contextlib.suppress(OSError):
+            # It may just have been removed by somebody who held it until now.
+            if os.path.samestat(mark.stat(), os.fstat(file.fileno())):
+                os.utime(folder)
+                return file
+        file.close()
+
+
+def clean_cache(parent: Path, most_bytes: int | None = None) -> list[Path]:
+    """Remove folders below ``parent`` that nobody holds, least recently used first.
+
+    Ends when those left take ``most_bytes``; a tenth of the disk if that is not told. Returns the
+    folders that were removed.
+    """
+    if most_bytes is None:
+        most_bytes = int(shutil.disk_usage(parent).total * _SHARE_OF_DISK)
+    for left in parent.glob(f"{_REMOVED}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    folders = sorted((path for path in parent.iterdir() if path.is_dir()), key=_used_at)
+    sizes = {folder: allocated_bytes(folder) for folder in folders}
+    total = sum(sizes.values())
+    removed = []
+    for folder in folders:
+        if total <= most_bytes:
+            break
+        if _remove(folder):
+            removed.append(folder)
+            total -= sizes[folder]
+    return removed
+
+
+def allocated_bytes(folder: Path) -> int:
+    """What the files of a folder take on the disk."""
+    return sum(_blocks(path) for path in folder.rglob("*")) * 512
+
+
+def _remove(folder: Path) -> bool:
+    with _held_alone(folder) as is_free:
+        if not is_free:
+            return False
+        gone = folder.with_name(f"{_REMOVED}{folder.name}")
+        with contextlib.suppress(OSError):
+            folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _held_alone(folder: Path) -> Iterator[bool]:
+    try:
+        file = (folder / _MARK).open("ab")
+    except OSError:
+        yield False
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _used_at(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _blocks(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks
+    except OSError:
+        return 0
