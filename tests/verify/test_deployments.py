@@ -18,8 +18,8 @@ from tests.dispatch.test_exactness import even_shares
 from tests.launch.expert_plans import experts_plan
 from tests.launch.swarm import Swarm
 from tests.support import models
-from tests.support.engines import prebuilt_engine
-from tests.support.swarm import running_worker
+from tests.support.engines import prebuilt_engine, source_engine
+from tests.support.swarm import running_worker, worker_entry
 
 FEW = ("--tokens", "6", "--prompts")
 
@@ -107,6 +107,39 @@ def test_experts_on_nodes_are_exact_and_a_worker_that_lies_is_named(
         # It was never used, so the text is what it was.
         assert found["text"]["verdict"] == "exact"
         liar.close()
+
+
+def test_a_worker_of_another_build_is_admitted_and_told_to_be_equivalent_at_least(
+    swarm: Swarm, few_prompts: str, stopped: None
+) -> None:
+    other_build = source_engine()
+    model = models.qwen3moe()
+    plan = experts_plan(swarm, model, {"attic": [(0, 15)]})
+    swarm.launch(plan, "builds")
+    access = json.loads(next(swarm.home.rglob("dispatch-control.json")).read_text())
+    folder = swarm.folder / "other-build"
+    folder.mkdir()
+    share = even_shares(model, 1)[0]
+    with running_worker(other_build, model, share, folder, name="other") as other:
+        _add_worker(access, worker_entry("other", other))
+        found = verified(swarm, "builds", *FEW, few_prompts)
+        workers = {worker["name"]: worker for worker in found["workers"]}
+        assert workers.keys() > {"other"}
+        assert workers.pop("other")["verdict"] in ("exact", "equivalent")
+        assert {worker["verdict"] for worker in workers.values()} == {"exact"}
+        assert found["verdict"] in ("exact", "equivalent")
+        assert found["summary"].startswith(("exact: difference 0", "equivalent within"))
+
+
+def test_a_deployment_of_several_sequences_is_verified_one_sequence_at_a_time(
+    swarm: Swarm, few_prompts: str, stopped: None
+) -> None:
+    layout = {"attic": [(0, 7)], "cellar": [(8, 15)]}
+    plan = experts_plan(swarm, models.qwen3moe(), layout, parallel=3)
+    swarm.launch(plan, "several")
+    found = verified(swarm, "several", *FEW, few_prompts)
+    assert (found["verdict"], found["summary"]) == ("exact", "exact: difference 0")
+    assert found["text"]["position_count"] == found["text"]["equal_count"] == 12
 
 
 def _add_worker(access: dict[str, Any], entry: WorkerEntry) -> None:
