@@ -1,5 +1,6 @@
 """Where the coordinator's end of an edge gets its offers from."""
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from linkcpp.common.errors import LinkcppError
@@ -32,24 +33,32 @@ class OfferSource(Protocol):
 
 
 class HubOffers:
-    """Offers of a hub for an edge to one node; ``hub`` must stay open."""
+    """Offers of a hub for an edge to one node; ``hub`` must stay open.
 
-    def __init__(self, hub: HubClient, node_id: str) -> None:
+    ``relay_rtts_ms`` gives this machine's round trips to gateways, by which the hub chooses one.
+    """
+
+    def __init__(
+        self,
+        hub: HubClient,
+        node_id: str,
+        relay_rtts_ms: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
         self._hub = hub
         self._node_id = node_id
+        self._relay_rtts_ms = relay_rtts_ms
         self._edge_id: str | None = None
 
     async def offer(self, not_gateways: tuple[str, ...]) -> EdgeOffer:
         """Ask for the edge at first, for another way later."""
+        wishes = {"not_gateways": not_gateways, "relay_rtts_ms": self._relay_rtts_ms()}
         try:
             if self._edge_id is None:
-                request = EdgeRequest.model_validate(
-                    {"node_id": self._node_id, "not_gateways": not_gateways}
-                )
+                request = EdgeRequest.model_validate({"node_id": self._node_id, **wishes})
                 offer = await self._hub.create_edge(request)
                 self._edge_id = offer.edge_id
                 return offer
-            again = OfferRequest.model_validate({"not_gateways": not_gateways})
+            again = OfferRequest.model_validate(wishes)
             return await self._hub.renew_offer(self._edge_id, again)
         except HubRefusedError as error:
             if error.is_final or error.status == _NO_SUCH_EDGE:

@@ -16,6 +16,7 @@ from linkcpp.common.text import printable
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.connection import HubError, HubRefusedError
 from linkcpp.registry.edges import CloseEvent, EdgeEvent, EdgeOffer, HubEvent
+from linkcpp.registry.fields import MOST_EDGES_PER_NODE
 from linkcpp.registry.measuring import relay_rtts_ms
 from linkcpp.registry.records import HEARTBEAT_SECONDS, Heartbeat, HeldUnits, NodeState
 
@@ -33,6 +34,11 @@ _log = logging.getLogger(__name__)
 
 class EdgeTaker(Protocol):
     """What takes part in edges for this node."""
+
+    @property
+    def edge_ids(self) -> tuple[str, ...]:
+        """The edges that it takes part in."""
+        ...
 
     async def offer(self, offer: EdgeOffer) -> None:
         """Take part in an edge, or take another way for a known one.
@@ -98,8 +104,10 @@ class Membership:
             pause_seconds = HEARTBEAT_SECONDS / 2
             state = await self._state()
             news = state if told is None or has_news(told, state) else None
+            edges = self._edges.edge_ids[:MOST_EDGES_PER_NODE]
+            beat = Heartbeat(sequence=sequence, state=news, edges=edges)
             try:
-                answer = await self._client.heartbeat(Heartbeat(sequence=sequence, state=news))
+                answer = await self._client.heartbeat(beat)
             except HubError as error:
                 self._note_failure(error)
             else:
@@ -108,6 +116,8 @@ class Membership:
                 pause_seconds = 0.0 if answer.wants_state else answer.interval_seconds
                 for offer in answer.offers:
                     await self._take_part(offer)
+                for edge_id in answer.close_edges:
+                    await self._edges.close_edge(edge_id)
             sequence += 1
             await self._sleep(pause_seconds)
 

@@ -5,6 +5,7 @@ loopback behind which the node's agent seems to be, over a direct link or a rela
 """
 
 import asyncio
+import contextlib
 
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.token import load_token
@@ -14,8 +15,10 @@ from linkcpp.edge.offers import HubOffers
 from linkcpp.edge.status import EdgeState, EdgeStatus
 from linkcpp.node.client import NodeClient, NodeUnreachableError, WrongTokenError
 from linkcpp.registry.client import HubClient, joined_client
+from linkcpp.registry.connection import HubError
 from linkcpp.registry.discovering import parse_hub_node_url
 from linkcpp.registry.keys import load_keys
+from linkcpp.registry.measuring import relay_rtts_ms
 
 
 class Reach:
@@ -23,6 +26,7 @@ class Reach:
 
     def __init__(self) -> None:
         self._hubs: dict[str, HubClient] = {}
+        self._rtts_ms: dict[str, dict[str, float]] = {}
         self._edges: dict[str, EdgeEndpoint] = {}
         self._opening: dict[str, asyncio.Lock] = {}
 
@@ -61,13 +65,25 @@ class Reach:
         assert through is not None  # noqa: S101 - the caller looked
         hub_url, node_id = through
         hub = self._hub(hub_url)
+        rtts_ms = await self._relay_rtts_ms(hub)
         endpoint = EdgeEndpoint(
-            HubOffers(hub, node_id), own_key=load_keys().edge, own_node_id=load_identity().node_id
+            HubOffers(hub, node_id, lambda: rtts_ms),
+            own_key=load_keys().edge,
+            own_node_id=load_identity().node_id,
         )
         try:
             return await endpoint.open()
         except LinkcppError as error:
             raise NodeUnreachableError(error.message, hint=error.hint, code="no_edge") from error
+
+    async def _relay_rtts_ms(self, hub: HubClient) -> dict[str, float]:
+        """Measure the way to the hub's gateways, once."""
+        if hub.url not in self._rtts_ms:
+            self._rtts_ms[hub.url] = {}
+            with contextlib.suppress(HubError):
+                listed = await hub.gateways()
+                self._rtts_ms[hub.url] = await relay_rtts_ms(listed.gateways)
+        return self._rtts_ms[hub.url]
 
     def _hub(self, hub_url: str) -> HubClient:
         known = self._hubs.get(hub_url)
