@@ -117,19 +117,17 @@ async def sequence_of(hub: RunningHub, node: Machine) -> int:
     return await hub.hub.read(read)
 
 
-async def test_machines_come_back_by_themselves_when_a_hub_runs_again(
-    tmp_path: Path, database_url: str | None
-) -> None:
+async def test_machines_come_back_by_themselves_when_a_hub_runs_again(tmp_path: Path) -> None:
     data = tmp_path / "hub"
-    async with running_hub(data, database_url) as first:
+    async with running_hub(data, None) as first:
         node = await first.machine(Role.NODE)
         port = int(first.url.rpartition(":")[2])
     async with HubClient(first.url, renew=node.client._renew) as client:
-        async with hub_process(data, database_url, port):
+        async with hub_process(data, None, port):
             state = node_state(node)
             assert not (await client.heartbeat(Heartbeat(sequence=0, state=state))).wants_state
         with pytest.raises(HubUnreachableError):
             await client.heartbeat(Heartbeat(sequence=1))
-        async with hub_process(data, database_url, port):
+        async with hub_process(data, None, port):
             answer = await client.heartbeat(Heartbeat(sequence=2))
     assert not answer.wants_state

@@ -1,0 +1,102 @@
+"""The client of a hub against hosts that lie, stall, redirect or answer without end."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from linkcpp.registry.client import HubClient
+from linkcpp.registry.connection import HubError, HubRefusedError, HubUnreachableError, may_dial
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def host(serve: Serve) -> AsyncIterator[str]:
+    """Run a host that answers every connection as ``serve`` does."""
+
+    async def serve_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            await serve(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve_and_close, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def answering(answer: bytes) -> Serve:
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await writer.drain()
+
+    return serve
+
+
+async def dripping(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+async def endless(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        writer.write(b"x" * 2**20)
+        await writer.drain()
+
+
+async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+@pytest.mark.parametrize(
+    "serve",
+    [
+        answering(b""),
+        answering(
+            b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
+        ),
+        answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"),
+        answering(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 4\r\n\r\nnope"),
+        answering(b"\x15\x03\x01"),
+        dripping,
+        endless,
+        silent,
+    ],
+)
+async def test_a_host_that_is_no_hub_is_told_in_words_and_in_time(serve: Serve) -> None:
+    async with host(serve) as url, HubClient(url, timeout_seconds=0.5) as client:
+        with pytest.raises(HubUnreachableError) as told:
+            await client.health()
+    assert url in str(told.value)
+    assert told.value.hint
+
+
+async def test_a_refusal_is_told_in_the_hubs_words_without_control_characters() -> None:
+    body = b'{"code": "revoked", "message": "This machine\\u001b[31m was revoked.", "hint": null}'
+    answer = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    async with host(answering(answer)) as url, HubClient(url) as client:
+        with pytest.raises(HubRefusedError) as refused:
+            await client.health()
+    assert refused.value.is_final
+    assert "\x1b" not in str(refused.value)
+
+
+async def test_a_call_that_needs_a_token_is_not_made_without_one() -> None:
+    async with HubClient("http://127.0.0.1:9") as client:
+        with pytest.raises(HubError, match="needs a token"):
+            await client.nodes()
+
+
+def test_a_hub_behind_tls_may_not_send_machines_to_addresses_without_it() -> None:
+    assert may_dial("wss://gw.example/v1/relay", "https://hub.example")
+    assert not may_dial("ws://gw.example/v1/relay", "https://hub.example")
+    assert may_dial("ws://10.0.0.2/v1/relay", "http://10.0.0.1")
