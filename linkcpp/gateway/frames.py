@@ -176,33 +176,45 @@ class FrameReader:
         """
         self.taken = start
         while True:
-            if not self._left_bytes:
-                head = parse_head(data, self.taken, end)
-                if head is None:
+            if self._left_bytes:
+                if end - self.taken < min(self._left_bytes, LEAST_PIECE_BYTES):
                     return
-                if head.opcode not in _DATA:
-                    piece = self._take_short(head, data, end)
-                    if piece is None:
-                        return
-                    yield piece
-                    continue
-                self._begin(head)
-            if end - self.taken < min(self._left_bytes, LEAST_PIECE_BYTES):
+                yield self._take(data, end)
+                continue
+            head = parse_head(data, self.taken, end)
+            if head is None:
                 return
-            yield self._take(data, end)
+            opcode, is_final, payload_bytes, key, head_bytes = head
+            if opcode not in _DATA:
+                piece = self._take_short(head, data, end)
+                if piece is None:
+                    return
+                yield piece
+                continue
+            begins = opcode == _BINARY
+            self._check_turn(begins=begins)
+            first = self.taken + head_bytes
+            beyond = first + payload_bytes
+            if beyond <= end:  # whole, as most frames are
+                self.taken = beyond
+                self._is_inside_message = not is_final
+                yield Piece(_BINARY, apply_mask(data[first:beyond], key), begins, is_final)
+            else:
+                self.taken = first
+                self._begin(head, begins=begins)
 
-    def _begin(self, head: FrameHead) -> None:
-        continues = head.opcode == Opcode.CONTINUATION
-        if continues != self._is_inside_message:
+    def _check_turn(self, *, begins: bool) -> None:
+        if begins == self._is_inside_message:
             raise FrameError(
-                "a continuation of no message" if continues else "a message inside another one"
+                "a message inside another one" if begins else "a continuation of no message"
             )
+
+    def _begin(self, head: FrameHead, *, begins: bool) -> None:
         self._is_inside_message = True
-        self._begins = not continues
+        self._begins = begins
         self._is_final = head.is_final
         self._key = head.key
         self._left_bytes = head.payload_bytes
-        self.taken += head.head_bytes
 
     def _take(self, data: memoryview, end: int) -> Piece:
         start = self.taken

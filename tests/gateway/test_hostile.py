@@ -20,7 +20,7 @@ BACKBONE, NODE = BOTH
 MIB = 2**20
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def process() -> Iterator[Gateway]:
     with gateway_process() as running:
         yield running
