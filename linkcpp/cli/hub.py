@@ -1,16 +1,9 @@
 """``linkcpp hub``: the hub itself, and what its operator or an admin asks of it."""
 
-import asyncio
-import contextlib
-import signal
-import socket
-from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
-import uvloop
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
 
 from linkcpp.cli import hub_models, hub_tokens
 from linkcpp.cli.hub_access import (
@@ -19,22 +12,14 @@ from linkcpp.cli.hub_access import (
     JSON_OPTION,
     ask,
     data_folder_of,
-    note_address,
 )
 from linkcpp.cli.hub_report import print_nodes
-from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.output import console, print_json
 from linkcpp.cli.verb import verb
-from linkcpp.cluster.config import node_url
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.logs import log_as_json
-from linkcpp.common.serving import BoundedHttpProtocol
-from linkcpp.common.sockets import listen
-from linkcpp.hub.app import create_app
-from linkcpp.hub.own_gateway import own_gateway
-from linkcpp.hub.service import open_hub
-from linkcpp.hub.serving import DEFAULT_HUB_PORT, serve_hub, tune_collector
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.records import NodeList
+from linkcpp.registry.trust import DEFAULT_HUB_PORT
 
 app = verb(help="Run a hub, or manage one.")
 app.add_typer(hub_tokens.app, name="token")
@@ -72,75 +57,25 @@ def hub(
         return
     if database is not None:
         _check_no_password(context, database)
-    folder = data_folder_of(data)
-    log_as_json()
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(opened) for opened in listen(host, port)]
-        uvloop.run(_serve(folder, database, sockets, host, with_gateway=gateway))
+    # Only here: the verbs below, which make one call, need not load a database and a framework.
+    try:
+        from linkcpp.cli.hub_serve import serve  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise LinkcppError(
+            f"`linkcpp hub` needs {error.name}, which is not installed.",
+            hint="pip install 'linkcpp[hub]'",
+        ) from error
+
+    serve(data_folder_of(data), database, host, port, with_gateway=gateway)
 
 
 def _check_no_password(context: typer.Context, database: str) -> None:
     source = context.get_parameter_source("database")
-    if source is None or source.name != "COMMANDLINE":
-        return
-    try:
-        password = make_url(database).password
-    except ArgumentError:
-        password = None
-    if password:
+    if source is not None and source.name == "COMMANDLINE" and urlsplit(database).password:
         raise LinkcppError(
             "The password of the database would stay in the process list.",
             hint="Put it into ~/.pgpass or PGPASSWORD, or the whole URL into LINKCPP_DATABASE.",
         )
-
-
-async def _serve(
-    folder: Path,
-    database: str | None,
-    sockets: list[socket.socket],
-    host: str,
-    *,
-    with_gateway: bool,
-) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop.set)
-    url = node_url(host, sockets[0].getsockname()[1])
-    async with await open_hub(folder, database) as opened, contextlib.AsyncExitStack() as stack:
-        token_file = await opened.make_first_token()
-        http = BoundedHttpProtocol
-        if with_gateway:
-            http = await stack.enter_async_context(own_gateway(opened))
-        note_address(folder, url)
-        tune_collector()
-        await serve_hub(
-            opened,
-            create_app(opened),
-            sockets,
-            stop,
-            http=http,
-            on_ready=lambda: _announce(url, folder, token_file, with_gateway=with_gateway),
-        )
-    status_console().print("stopped; machines come back by themselves when it runs again")
-
-
-def _announce(url: str, folder: Path, token_file: Path | None, *, with_gateway: bool) -> None:
-    out = console()
-    what = "a hub and gateway" if with_gateway else "a hub"
-    out.print(f"{url} is {what}; its data is in {folder}", markup=False, soft_wrap=True)
-    if token_file is not None:
-        out.print(
-            f"  a join token for the first admin is in {token_file}; on this machine none is "
-            "needed",
-            markup=False,
-            soft_wrap=True,
-        )
-    data = f" --data {folder}" if folder != data_folder_of(None) else ""
-    out.print(
-        f"  linkcpp hub token create{data}    lets a machine in", markup=False, soft_wrap=True
-    )
-    out.print("  Ctrl-C stops it.")
 
 
 @app.command()

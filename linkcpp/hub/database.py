@@ -101,14 +101,17 @@ def _postgresql(text: str) -> Engine:
             hint="Without --database it uses SQLite; for PostgreSQL write "
             "postgresql+psycopg://user@host/name.",
         )
-    return create_engine(
-        url,
-        pool_pre_ping=True,
-        connect_args={
-            "connect_timeout": _CONNECT_SECONDS,
-            "options": f"-c statement_timeout={_STATEMENT_MS}",
-        },
-    )
+    settings = {
+        "connect_timeout": _CONNECT_SECONDS,
+        "options": f"-c statement_timeout={_STATEMENT_MS}",
+    }
+    try:
+        return create_engine(url, pool_pre_ping=True, connect_args=settings)
+    except ImportError as error:  # psycopg is here, PostgreSQL's own library may not be
+        raise LinkcppError(
+            "PostgreSQL's client library is not installed here.",
+            hint="`pip install 'linkcpp[hub]'`, or `apt-get install libpq5`.",
+        ) from error
 
 
 def _migrate(connection: Connection) -> None:

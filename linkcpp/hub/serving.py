@@ -11,8 +11,6 @@ from linkcpp.common.descriptors import raise_descriptor_limit
 from linkcpp.common.serving import BoundedHttpProtocol, make_server
 from linkcpp.hub.service import Hub
 
-DEFAULT_HUB_PORT = 8720
-
 # Machines ping too; together both ends notice a dead link, and proxies see traffic in time.
 _PING_INTERVAL_SECONDS = 20.0
 _PING_TIMEOUT_SECONDS = 20.0

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit, urlunsplit
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
 
+DEFAULT_HUB_PORT = 8720
+
 _SECURE = {"https": True, "wss": True, "http": False, "ws": False}
 
 

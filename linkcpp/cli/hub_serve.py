@@ -1,0 +1,81 @@
+"""``linkcpp hub`` itself: the hub until Ctrl-C, and what it tells people when it begins."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from pathlib import Path
+
+import uvloop
+
+from linkcpp.cli.hub_access import data_folder_of, note_address
+from linkcpp.cli.output import console, status_console
+from linkcpp.cluster.config import node_url
+from linkcpp.common.logs import log_as_json
+from linkcpp.common.serving import BoundedHttpProtocol
+from linkcpp.common.sockets import listen
+from linkcpp.hub.app import create_app
+from linkcpp.hub.own_gateway import own_gateway
+from linkcpp.hub.service import open_hub
+from linkcpp.hub.serving import serve_hub, tune_collector
+
+
+def serve(folder: Path, database: str | None, host: str, port: int, *, with_gateway: bool) -> None:
+    """Serve the hub of a data folder until a signal ends it.
+
+    Raises:
+        LinkcppError: the port is taken, or its database or secrets cannot be used.
+    """
+    log_as_json()
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(opened) for opened in listen(host, port)]
+        uvloop.run(_serve(folder, database, sockets, host, with_gateway=with_gateway))
+
+
+async def _serve(
+    folder: Path,
+    database: str | None,
+    sockets: list[socket.socket],
+    host: str,
+    *,
+    with_gateway: bool,
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop.set)
+    url = node_url(host, sockets[0].getsockname()[1])
+    async with await open_hub(folder, database) as opened, contextlib.AsyncExitStack() as stack:
+        token_file = await opened.make_first_token()
+        http = BoundedHttpProtocol
+        if with_gateway:
+            http = await stack.enter_async_context(own_gateway(opened))
+        note_address(folder, url)
+        tune_collector()
+        await serve_hub(
+            opened,
+            create_app(opened),
+            sockets,
+            stop,
+            http=http,
+            on_ready=lambda: _announce(url, folder, token_file, with_gateway=with_gateway),
+        )
+    status_console().print("stopped; machines come back by themselves when it runs again")
+
+
+def _announce(url: str, folder: Path, token_file: Path | None, *, with_gateway: bool) -> None:
+    out = console()
+    what = "a hub and gateway" if with_gateway else "a hub"
+    out.print(f"{url} is {what}; its data is in {folder}", markup=False, soft_wrap=True)
+    if token_file is not None:
+        out.print(
+            f"  a join token for the first admin is in {token_file}; on this machine none is "
+            "needed",
+            markup=False,
+            soft_wrap=True,
+        )
+    data = f" --data {folder}" if folder != data_folder_of(None) else ""
+    out.print(
+        f"  linkcpp hub token create{data}    lets a machine in", markup=False, soft_wrap=True
+    )
+    out.print("  Ctrl-C stops it.")
