@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from linkcpp.registry.client import HubClient, joined_client
 from linkcpp.registry.discovering import hub_node_url
 from linkcpp.registry.finding_models import load_model_anywhere
 from linkcpp.registry.hub_places import HubPlace
+from linkcpp.registry.hub_tokens import hub_access
 from tests.launch.expert_plans import memory
 from tests.launch.hub_process import HubProcess, hub_process
 from tests.node.agents import RunningAgent, running_agent
@@ -151,6 +154,23 @@ async def test_a_backbone_is_started_again_while_the_hub_is_away(
             assert await (await surroundings.expert_files()).backbone(lambda *_: None) == made
         finally:
             hub.start()
+
+
+def test_a_token_that_cannot_be_renewed_does_until_the_hub_is_back(
+    hub: HubProcess, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_access(hub.url) as access:
+        first = access.token()
+        monkeypatch.setattr("linkcpp.registry.connection.monotonic", lambda: time.monotonic() + 1e6)
+        hub.kill()
+        try:
+            with ThreadPoolExecutor(2) as threads:
+                assert list(threads.map(lambda _: access.token(), range(4))) == [first] * 4
+            with hub_access(hub.url) as another, pytest.raises(LinkcppError, match="be reached"):
+                another.token()
+        finally:
+            hub.start()
+        assert access.token() != first
 
 
 async def test_experts_of_the_coordinator_come_as_a_slice(location: str, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class ExpertFiles:
     """The model of a deployment as a source of backbone and slices.
 
     ``full_model`` is the file on this machine that has all experts, ``url`` the address at which
-    the model lies on the web, ``hub_place`` the one at a hub; all are missing with a hollow file.
+    the model lies on the web, ``hub_place`` where it is at a hub; each may be missing.
     ``least_fallback_bytes`` of memory are needed to compute experts from ``full_model``.
     """
 
