@@ -1,5 +1,6 @@
 """``linkcpp hub``: the hub itself, and what its operator or an admin asks of it."""
 
+import sys
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ from linkcpp.cli.hub_report import print_nodes
 from linkcpp.cli.output import console, print_json
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.service import systemd_unit
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.records import NodeList
 from linkcpp.registry.trust import DEFAULT_HUB_PORT
@@ -46,6 +48,9 @@ def hub(
     gateway: Annotated[
         bool, typer.Option("--gateway", help="Relay between machines too, on the same port.")
     ] = False,
+    unit: Annotated[
+        bool, typer.Option("--systemd-unit", help="Print a systemd unit that runs this, and end.")
+    ] = False,
 ) -> None:
     """Serve a hub until Ctrl-C: the registry where machines behind address translations meet.
 
@@ -57,6 +62,12 @@ def hub(
         return
     if database is not None:
         _check_no_password(context, database)
+    if unit:
+        words = [word for word in sys.argv[1:] if word != "--systemd-unit"]
+        command = [sys.executable, "-m", "linkcpp.cli.main", *words]
+        text = systemd_unit("hub", "linkcpp hub", command)
+        console().print(text, end="", markup=False, soft_wrap=True)
+        return
     # Only here: the verbs below, which make one call, need not load a database and a framework.
     try:
         from linkcpp.cli.hub_serve import serve  # noqa: PLC0415

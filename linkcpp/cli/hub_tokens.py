@@ -32,7 +32,7 @@ def create(
     *,
     role: Annotated[Role, typer.Option(help="What whoever joins with it may do.")] = Role.NODE,
     lifetime: Annotated[
-        str, typer.Option("--for", help="How long it may be used, like 30m, 12h or 7d.")
+        str, typer.Option("--expires", help="How long it may be used, like 30m, 12h or 7d.")
     ] = "1d",
     uses: Annotated[int, typer.Option(min=1, help="How many machines may use it.")] = 1,
     label: Annotated[str, typer.Option(help="A word to know it by in lists.")] = "",

@@ -26,7 +26,7 @@ _PASSWORD = re.compile(r"password=\S+|://[^\s/]*@")
 
 
 def open_database(url: str | None, data: Path) -> Engine:
-    """Open the database at ``url``, or ``hub.sqlite`` in the data folder, and migrate it.
+    """Open the database at ``url``, or ``hub.sqlite3`` in the data folder, and migrate it.
 
     Raises:
         LinkcppError: it cannot be reached, its kind is not supported, or a newer linkcpp wrote it.
@@ -38,7 +38,7 @@ def open_database(url: str | None, data: Path) -> Engine:
             f"The folder {data} cannot be made: {error.strerror or error}.",
             hint="Choose another one with --data.",
         ) from error
-    engine = _postgresql(url) if url else _sqlite(data / "hub.sqlite")
+    engine = _postgresql(url) if url else _sqlite(data / "hub.sqlite3")
     try:
         with engine.begin() as connection:
             _migrate(connection)

@@ -1,6 +1,6 @@
 """What makes a hub this hub: its id, the key that signs tokens, the token of its metrics.
 
-One file in the data folder that only its owner may read. Whoever has it is the hub.
+In files of the data folder that only its owner may read. Whoever has ``identity.json`` is the hub.
 """
 
 import secrets
@@ -15,16 +15,17 @@ from linkcpp.cluster.once import write_once
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
 from linkcpp.registry.encoding import decode, encode
-from linkcpp.registry.fields import MachineId, PublicKey, Token
+from linkcpp.registry.fields import MachineId, PublicKey
 from linkcpp.registry.records import NodeToken, Role
 from linkcpp.registry.secret_file import SECRET_MODE, read_secret
 from linkcpp.registry.tickets import HubKey, NodeClaims, sign_node_token
+
+_METRICS_TOKEN = "metrics-token"  # noqa: S105 - a file's name
 
 
 class _IdentityFile(Record):
     hub_id: MachineId
     signing_private: PublicKey  # 32 bytes as well
-    metrics_token: Token
 
 
 class HubIdentity(NamedTuple):
@@ -66,16 +67,17 @@ def load_hub_identity(data: Path, *, create: bool = False) -> HubIdentity:
     Raises:
         LinkcppError: there is none, or its file cannot be used.
     """
-    path = data / "hub-identity.json"
+    path = data / "identity.json"
     if create and not path.exists():
         made = _IdentityFile.model_validate(
             {
                 "hub_id": str(uuid.uuid4()),
                 "signing_private": encode(Ed25519PrivateKey.generate().private_bytes_raw()),
-                "metrics_token": secrets.token_urlsafe(32),
             }
         )
         write_once(path, made.model_dump_json(indent=2) + "\n", mode=SECRET_MODE)
+    if create:
+        write_once(data / _METRICS_TOKEN, secrets.token_urlsafe(32) + "\n", mode=SECRET_MODE)
     if not path.exists():
         raise LinkcppError(
             f"{data} is not the data folder of a hub.",
@@ -88,4 +90,5 @@ def load_hub_identity(data: Path, *, create: bool = False) -> HubIdentity:
         raise LinkcppError(
             f"{path} does not hold a hub's secrets.", hint="Restore it from a backup."
         ) from None
-    return HubIdentity(stored.hub_id, signing, stored.metrics_token)
+    metrics_token = read_secret(data / _METRICS_TOKEN, "the token of a hub's metrics").strip()
+    return HubIdentity(stored.hub_id, signing, metrics_token)

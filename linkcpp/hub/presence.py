@@ -11,11 +11,11 @@ _GATEWAY_GONE_AFTER_MISSED = 3
 def presence(last_seen: float | None, now: float) -> Presence:
     """Tell whether a node's heartbeats come: stale after three missed ones, gone after ten.
 
-    The n-th heartbeat after the last one is missed when the time of the one after it has come.
+    The first one is missed when its time has come and it has not.
     """
     if last_seen is None:
         return Presence.GONE
-    missed = (now - last_seen) / HEARTBEAT_SECONDS - 1
+    missed = (now - last_seen) / HEARTBEAT_SECONDS
     if missed >= _GONE_AFTER_MISSED:
         return Presence.GONE
     return Presence.STALE if missed >= _STALE_AFTER_MISSED else Presence.ONLINE
@@ -23,4 +23,4 @@ def presence(last_seen: float | None, now: float) -> Presence:
 
 def is_gateway_online(last_seen: float, now: float) -> bool:
     """Tell whether a gateway may be given edges."""
-    return now - last_seen < (_GATEWAY_GONE_AFTER_MISSED + 1) * GATEWAY_HEARTBEAT_SECONDS
+    return now - last_seen < _GATEWAY_GONE_AFTER_MISSED * GATEWAY_HEARTBEAT_SECONDS

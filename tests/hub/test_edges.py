@@ -164,7 +164,7 @@ async def test_an_edge_to_a_machine_that_is_gone_unknown_or_no_node_is_refused(
 ) -> None:
     backbone, other = await hub.machine(Role.BACKBONE), await hub.machine(Role.BACKBONE)
     node = await hub.online_node()
-    hub.clock.offset += 111
+    hub.clock.offset += 101
     codes = []
     for node_id in (node.node_id, other.node_id, backbone.node_id, "0" * 8 + node.node_id[8:]):
         with pytest.raises(HubRefusedError) as refused:

@@ -118,6 +118,13 @@ def test_a_password_on_the_command_line_is_refused_before_anything_starts(tmp_pa
     assert "geheim" not in refused.stderr
 
 
+def test_a_unit_for_systemd_runs_the_same_command(tmp_path: Path) -> None:
+    printed = run("--data", str(tmp_path / "a b"), "--gateway", "--systemd-unit").stdout
+    (start,) = (line for line in printed.splitlines() if line.startswith("ExecStart="))
+    assert start.endswith(f'-m linkcpp.cli.main hub --data "{tmp_path}/a b" --gateway')
+    assert not (tmp_path / "a b").exists()
+
+
 def test_verbs_for_a_folder_that_is_no_hubs_say_so(tmp_path: Path) -> None:
     refused = run("nodes", "--data", str(tmp_path / "nothing"))
     assert refused.returncode == 2

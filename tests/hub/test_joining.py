@@ -65,8 +65,8 @@ async def test_the_secret_of_a_join_token_is_told_once_and_stored_nowhere(hub: R
     listed = await hub.http.get("/v1/join-tokens", headers=admin.headers)
     assert made.record.token_id in listed.text
     assert made.token not in listed.text
-    stored = hub.hub.data / "hub.sqlite"
-    for path in hub.hub.data.glob("hub.sqlite*") if stored.exists() else ():
+    stored = hub.hub.data / "hub.sqlite3"
+    for path in hub.hub.data.glob("hub.sqlite3*") if stored.exists() else ():
         assert made.token.encode() not in path.read_bytes()
 
 
