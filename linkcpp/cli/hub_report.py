@@ -14,7 +14,7 @@ _STYLES = {Presence.ONLINE: "green", Presence.STALE: "yellow", Presence.GONE: "r
 def print_nodes(answer: NodeList) -> None:
     """Print it; a machine that never sends heartbeats, such as a coordinator, has no state."""
     table = Table(box=None)
-    for heading in ("name", "role", "state", "seen", "offers", "id", "key"):
+    for heading in ("name", "role", "state", "seen", "offers", "engine", "id", "key"):
         table.add_column(heading)
     for node in answer.nodes:
         table.add_row(
@@ -23,6 +23,7 @@ def print_nodes(answer: NodeList) -> None:
             _state(node),
             _seen(node, answer.hub_time),
             _offer(node),
+            _engine(node),
             node.node_id,
             node.key_fingerprint[:9],
         )
@@ -45,3 +46,12 @@ def _offer(node: RegisteredNode) -> str:
     if node.state is None:
         return ""
     return format_bytes(sum(device.offered_bytes for device in node.state.record.devices))
+
+
+def _engine(node: RegisteredNode) -> str:
+    if node.state is None:
+        return ""
+    record = node.state.record
+    if record.engine_problem is not None:
+        return printable(record.engine_problem.code)
+    return printable(record.engine.label) if record.engine else ""
