@@ -52,7 +52,7 @@ def close(pairs: list[tuple[End, End]]) -> None:
 
 
 def bulk(kind: Kind, size: int, edges: int, total_bytes: int) -> Numbers:
-    messages = max(1, total_bytes // size // edges)
+    messages = max(4, total_bytes // size // edges)
     carried = messages * size * edges
     pairs = [kind.open_pair() for _ in range(edges)]
     cpu = kind.cpu_seconds()
