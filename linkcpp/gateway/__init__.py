@@ -1,7 +1,7 @@
 """The gateway: a relay between two WebSockets that both sides open outwards.
 
 It knows framing only: who may meet whom is decided by the hub's tickets, and what passes through
-is opaque. ``frames``, ``pairing`` and ``upgrade`` are pure; ``connection`` is one
+is opaque. ``frames``, ``pairing``, ``liveness`` and ``upgrade`` are pure; ``connection`` is one
 side, ``relay`` all of them, ``registration`` the way to the hub.
 
 A relay shares a port with any ASGI application: ``relay_http_protocol(relay)`` in ``serving`` is
