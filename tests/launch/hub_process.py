@@ -61,7 +61,9 @@ class HubProcess:
 
     def _run(self, *words: str) -> str:
         command = [sys.executable, "-m", "linkcpp.cli.main", "hub", *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
 
 @contextlib.contextmanager
