@@ -7,7 +7,7 @@ read until it does.
 
 import asyncio
 from enum import Enum, auto
-from typing import Final, Protocol
+from typing import Final
 
 from linkcpp.common.sockets import tune_transport
 from linkcpp.gateway.frames import (
@@ -21,6 +21,7 @@ from linkcpp.gateway.frames import (
     short_frame,
 )
 from linkcpp.gateway.liveness import Liveness
+from linkcpp.gateway.switchboard import Switchboard
 from linkcpp.registry.relay import (
     FIN,
     HELLO_DEADLINE_SECONDS,
@@ -45,26 +46,6 @@ _BINARY: Final = int(Opcode.BINARY)
 _CONTINUATION: Final = int(Opcode.CONTINUATION)
 _PAIRED_FRAME: Final = short_frame(Opcode.BINARY, PAIRED)
 _FIN_FRAME: Final = short_frame(Opcode.TEXT, FIN.encode())
-
-
-class Switchboard(Protocol):
-    """What a connection needs of the relay that it belongs to."""
-
-    @property
-    def buffer(self) -> memoryview:
-        """Where reads go, behind ``LONGEST_REST_BYTES`` of room; the same for all connections."""
-
-    def said_hello(self, connection: "RelayConnection", hello: Hello) -> None:
-        """Take a side that told who it is."""
-
-    def ended(self, connection: "RelayConnection", code: int, reason: str) -> None:
-        """Hear that a connection takes part no more; ``code`` is for its partner."""
-
-    def closes(self, code: int) -> None:
-        """Hear that a connection is closed from here."""
-
-    def lost(self, connection: "RelayConnection") -> None:
-        """Hear that a connection's socket is closed."""
 
 
 class _Phase(Enum):
