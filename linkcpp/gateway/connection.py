@@ -28,7 +28,6 @@ from linkcpp.registry.relay import (
     LONGEST_HELLO_BYTES,
     PAIRED,
     PAIRING_SECONDS,
-    Hello,
     RelayCloseCode,
     decode_hello,
 )
