@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from linkcpp.node.connection import PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS
 from linkcpp.node.joining import Joining
 from linkcpp.node.limits import WORK_BYTES, promised
 from linkcpp.node.managed import resident_bytes
+from linkcpp.node.membership import Membership
 from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
 from linkcpp.node.servers import ServerManager
 from linkcpp.node.slice_store import SliceStore
@@ -150,37 +151,41 @@ class NodeAgent:
         Raises:
             RevokedError: the hub that this node joined turned it out.
         """
-        self.slices.load()
-        server = make_server(
-            create_app(self),
-            max_message_bytes=BRIDGE_MAX_MESSAGE_BYTES,
-            ping_interval_seconds=PING_INTERVAL_SECONDS,
-            ping_timeout_seconds=PING_TIMEOUT_SECONDS,
-        )
-        serving = asyncio.create_task(server.serve(sockets=sockets))
-        stopping = asyncio.create_task(stop.wait())
-        advertising = asyncio.create_task(self._advertise(sockets[0].getsockname()[1]))
-        joined = asyncio.create_task(self._stay_joined(joining))
-        try:
-            on_ready(await self.describe())
-            await asyncio.wait({serving, stopping, joined}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (advertising, stopping, joined):
-                task.cancel()
-            await asyncio.gather(self.workers.aclose(), self.servers.aclose())
-            await self.slices.aclose()
-            server.should_exit = True
-            await asyncio.gather(advertising, stopping, joined, return_exceptions=True)
-            await serving
-        if not joined.cancelled():
-            joined.result()
+        async with self._place_in_hub(joining) as membership:
+            # A fetch from the hub that was interrupted goes on.
+            self.slices.load()
+            server = make_server(
+                create_app(self),
+                max_message_bytes=BRIDGE_MAX_MESSAGE_BYTES,
+                ping_interval_seconds=PING_INTERVAL_SECONDS,
+                ping_timeout_seconds=PING_TIMEOUT_SECONDS,
+            )
+            serving = asyncio.create_task(server.serve(sockets=sockets))
+            stopping = asyncio.create_task(stop.wait())
+            advertising = asyncio.create_task(self._advertise(sockets[0].getsockname()[1]))
+            staying = asyncio.create_task(membership.run() if membership else stop.wait())
+            try:
+                on_ready(await self.describe())
+                ends = {serving, stopping, staying}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (advertising, stopping, staying):
+                    task.cancel()
+                await asyncio.gather(self.workers.aclose(), self.servers.aclose())
+                await self.slices.aclose()
+                server.should_exit = True
+                await asyncio.gather(advertising, stopping, staying, return_exceptions=True)
+                await serving
+            if not staying.cancelled():
+                staying.result()
 
-    async def _stay_joined(self, joining: Joining | None) -> None:
+    @contextlib.asynccontextmanager
+    async def _place_in_hub(self, joining: Joining | None) -> AsyncIterator[Membership | None]:
         if joining is None:
-            await asyncio.Event().wait()
+            yield None
             return
         async with joining.membership(self) as membership:
-            await membership.run()
+            yield membership
 
     async def _advertise(self, port: int) -> None:
         if not self._options.mdns:

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
+from time import monotonic
 from typing import Protocol
 
 from linkcpp.cluster.records import NodeRecord
@@ -22,6 +23,8 @@ from linkcpp.registry.records import HEARTBEAT_SECONDS, Heartbeat, HeldUnits, No
 
 MEASURE_SECONDS = 120.0
 
+# After a deployment has ended somebody may plan the next one at once.
+_LOOK_SECONDS = 2.0
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 # Nodes that were started together must not come all at once for ever.
@@ -119,14 +122,19 @@ class Membership:
                 for edge_id in answer.close_edges:
                     await self._edges.close_edge(edge_id)
             sequence += 1
-            await self._sleep(pause_seconds)
+            await self._wait_for_news(told, pause_seconds)
 
-    async def _sleep(self, seconds: float) -> None:
-        spread = seconds * random.uniform(1 - _SPREAD, 1 + _SPREAD)  # noqa: S311 - no secret
+    async def _wait_for_news(self, told: NodeState | None, most_seconds: float) -> None:
+        """Wait until the next heartbeat is due, or sooner where a plan would notice a change."""
+        spread = most_seconds * random.uniform(1 - _SPREAD, 1 + _SPREAD)  # noqa: S311 - no secret
+        due = monotonic() + max(spread, 0.05)
         self._wake.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(spread, 0.05)):
-                await self._wake.wait()
+        while (left := due - monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, _LOOK_SECONDS)):
+                    await self._wake.wait()
+            if self._wake.is_set() or (told is not None and has_news(told, await self._state())):
+                return
 
     async def _keep_listening(self) -> None:
         pause_seconds = _FIRST_PAUSE_SECONDS
@@ -212,7 +220,8 @@ def _memory_changed(told: NodeRecord, now: NodeRecord) -> bool:
     if len(told.devices) != len(now.devices):
         return True
     return any(
-        abs(new.offered_bytes - old.offered_bytes) > _NOTABLE_MEMORY_SHARE * old.total_bytes
+        abs(new.offered_bytes - old.offered_bytes)
+        > _NOTABLE_MEMORY_SHARE * max(new.offered_bytes, old.offered_bytes)
         for old, new in zip(told.devices, now.devices, strict=True)
     )
 

@@ -43,26 +43,34 @@ table ip home {
 
 @dataclass
 class Host:
-    """A machine: a network namespace, and a home folder of its own."""
+    """A machine: a network namespace, a home folder of its own, and perhaps one core."""
 
     name: str
     namespace: str
     address: str
     home: Path
     environment: dict[str, str] = field(default_factory=dict)
+    core: int | None = None
 
     def start(self, *command: str, log: Path | None = None) -> "subprocess.Popen[str]":
         """Start a program here; its output goes to ``log``, or else to pipes."""
         with contextlib.ExitStack() as stack:
             target = subprocess.PIPE if log is None else stack.enter_context(log.open("a"))
             return subprocess.Popen(
-                [_IP, "netns", "exec", self.namespace, *command],
+                [_IP, "netns", "exec", self.namespace, *self._on_its_core(), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=target,
                 stderr=target,
                 text=True,
                 env=self._environment(),
             )
+
+    def _on_its_core(self) -> list[str]:
+        # As on a machine of its own: else the threads of one host wait for those of another.
+        if self.core is None:
+            return []
+        cores = sorted(os.sched_getaffinity(0))
+        return ["taskset", "-c", str(cores[self.core % len(cores)])]
 
     def linkcpp(self, *words: str, log: Path | None = None) -> "subprocess.Popen[str]":
         """Start ``linkcpp`` here."""

@@ -1,8 +1,8 @@
 """A hub on 443, a coordinator, and homes whose machines join: driven by what people type."""
 
 import contextlib
+import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -27,6 +27,7 @@ class World:
 
     def __init__(self, network: Internet, folder: Path, engine: EngineLocation) -> None:
         assert engine.llama_server is not None
+        self.url = HUB_URL
         self.network = network
         self.folder = folder
         self.hub = network.public_host("hub")
@@ -34,7 +35,8 @@ class World:
         self.homes = {name: network.home_host(name) for name in ("attic", "cellar")}
         network.name(DOMAIN, self.hub.address)
         authority = certificates(folder / "tls")
-        for host in (self.coordinator, *self.homes.values()):
+        for core, host in enumerate((self.coordinator, *self.homes.values())):
+            host.core = core
             host.environment |= {
                 "SSL_CERT_FILE": str(authority),
                 "LINKCPP_ENGINE": str(engine.llama_server.parent),
@@ -66,21 +68,32 @@ class World:
         """Let the machine of a home join and serve; a second time it needs no token."""
         home = self.homes[name]
         is_new = not (home.home / "config" / "hubs").exists()
-        words = ["join", HUB_URL, "--name", name]
+        # Room for some of the small model's experts besides what programs take, not for all.
+        words = ["join", HUB_URL, "--name", name, "--memory", "375MB"]
         if is_new:
             words += ["--token", self.token("node")]
         self._start(name, home, *words, until="Ctrl-C stops it")
         wait_until(lambda: name in self.ready_nodes(), self._running[name])
 
-    def kill(self, name: str) -> None:
-        """Kill the agent of a home."""
-        end(self._running.pop(name), signal.SIGKILL)
+    def stranger(self) -> Host:
+        """Return the coordinator's machine as somebody else uses it."""
+        return dataclasses.replace(self.coordinator, home=self.folder / "stranger")
+
+    @staticmethod
+    def let_pass(seconds: float) -> None:
+        """Let time pass while something stays broken."""
+        time.sleep(seconds)
 
     def ready_nodes(self) -> dict[str, Any]:
         """Return what the coordinator finds at the hub and can use, by name."""
         out = self.coordinator.run("discover", "--hub", HUB_URL, "--no-mdns", "--json")
         nodes = json.loads(out)["nodes"]
         return {node["name"]: node for node in nodes if node["status"] == "ready"}
+
+    def offers(self, name: str) -> int:
+        """Return the memory that a node offers, in bytes, as the hub knows it."""
+        node = self.ready_nodes().get(name)
+        return sum(d["offered_bytes"] for d in node["record"]["devices"]) if node else 0
 
     def plan(self, model: str, *options: str) -> Path:
         """Plan a model over the hub's nodes in mode experts."""
@@ -165,17 +178,3 @@ def world(folder: Path, engine: EngineLocation) -> Iterator[World]:
             yield made
         finally:
             made.close()
-
-
-def pause(seconds: float) -> None:
-    """Let time pass in which something must not happen."""
-    time.sleep(seconds)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

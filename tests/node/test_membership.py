@@ -27,6 +27,7 @@ def offering(offered_bytes: int) -> NodeRecord:
     "now",
     [
         state(offering(3 * 10**9)),
+        state(offering(0)),
         state(node_record(engine=fingerprint("7.0.0"))),
         state(node_record(devices=())),
         state(rtt_ms=20.0),
@@ -38,6 +39,6 @@ def test_what_a_plan_would_notice_is_news(now: NodeState) -> None:
 
 
 def test_what_moves_all_the_time_is_no_news() -> None:
-    assert not has_news(state(), state(offering(5 * 10**9 - 10**8)))
+    assert not has_news(state(), state(offering(5 * 10**9 - 9 * 10**7)))
     assert not has_news(state(rtt_ms=20.0), state(rtt_ms=24.0))
     assert has_news(state(rtt_ms=20.0), state(rtt_ms=26.0))
