@@ -112,10 +112,12 @@ def test_the_answer_is_the_same_when_hub_and_gateway_are_killed_and_come_back(
 
 
 def test_the_answer_is_the_same_when_a_home_gets_another_address(
-    self, wan: World, url: str, reference: list[Any]
+    wan: World, url: str, reference: list[Any]
 ) -> None:
-    change = lambda: wan.network.readdress(wan.homes["attic"])  # noqa: E731
-    assert wan.while_asking(url, COUNT, change) == reference
+    def move() -> None:
+        wan.network.readdress(wan.homes["attic"])
+
+    assert wan.while_asking(url, COUNT, move) == reference
     wait_until(lambda: is_back(wan, "attic"))
     assert wan.state()["experts"]["dispatch"]["failed_call_count"] == 0
 
@@ -143,3 +145,12 @@ def test_a_home_that_is_revoked_is_out_and_the_other_one_goes_on(
     assert not is_back(wan, "cellar")
     assert wan.tokens(url, COUNT) == reference
     assert wan.state()["experts"]["dispatch"]["failed_call_count"] == 0
+
+
+def test_a_machine_with_a_public_address_is_reached_directly_and_one_behind_nat_by_the_relay(
+    wan: World,
+) -> None:
+    wan.join(wan.office.name)
+    assert wan.way_to(wan.office.name).startswith("direct")
+    assert wan.way_to("attic").startswith("relay")
+    wan.leave(wan.office.name)

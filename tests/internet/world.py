@@ -33,9 +33,10 @@ class World:
         self.hub = network.public_host("hub")
         self.coordinator = network.public_host("coordinator")
         self.homes = {name: network.home_host(name) for name in ("attic", "cellar")}
+        self.office = network.public_host("office")
         network.name(DOMAIN, self.hub.address)
         authority = certificates(folder / "tls")
-        for core, host in enumerate((self.coordinator, *self.homes.values())):
+        for core, host in enumerate((self.coordinator, *self.homes.values(), self.office)):
             host.core = core
             host.environment |= {
                 "SSL_CERT_FILE": str(authority),
@@ -65,8 +66,8 @@ class World:
         return self.hub.run("hub", "token", "create", "--role", role).strip().splitlines()[0]
 
     def join(self, name: str) -> None:
-        """Let the machine of a home join and serve; a second time it needs no token."""
-        home = self.homes[name]
+        """Let a machine join and serve; a second time it needs no token."""
+        home = self.office if name == self.office.name else self.homes[name]
         is_new = not (home.home / "config" / "hubs").exists()
         # Room for some of the small model's experts besides what programs take, not for all.
         words = ["join", HUB_URL, "--name", name, "--memory", "375MB"]
@@ -74,6 +75,14 @@ class World:
             words += ["--token", self.token("node")]
         self._start(name, home, *words, until="Ctrl-C stops it")
         wait_until(lambda: name in self.ready_nodes(), self._running[name])
+
+    def way_to(self, name: str) -> str:
+        """Open an edge from the coordinator to a node, and return which way it takes."""
+        (url,) = self.ready_nodes()[name]["urls"]
+        process = self.coordinator.start(sys.executable, "-m", "tests.internet.way", url)
+        out, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        return out
 
     def stranger(self) -> Host:
         """Return the coordinator's machine as somebody else uses it."""
