@@ -8,6 +8,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from linkcpp.cluster.token import tokens_equal
 from linkcpp.common.access import RateLimit, read_body, refuse, replay
+from linkcpp.common.callers import is_this_machine
+from linkcpp.common.metrics import METRICS_PATH
 from linkcpp.common.records import ErrorBody
 from linkcpp.registry.relay import DIRECT_PATH
 
@@ -22,6 +24,13 @@ _STREAMED = re.compile(r"/v1/echo|/v1/slices/[0-9a-f]{32}")
 _MANIFEST = re.compile(r"/v1/slices/[0-9a-f]{32}/manifest")
 
 _log = logging.getLogger(__name__)
+
+
+def _is_own_scrape(scope: Scope) -> bool:
+    """Whether a program on this machine asks for the metrics, which hold nothing secret."""
+    peer = scope["client"][0] if scope.get("client") else ""
+    is_metrics = scope["type"] == "http" and scope["path"] == METRICS_PATH
+    return is_metrics and is_this_machine(peer, scope["headers"])
 
 
 class AgentTokens:
@@ -65,7 +74,7 @@ class AccessControl:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        is_open = (scope["type"], scope["path"]) in _OPEN
+        is_open = (scope["type"], scope["path"]) in _OPEN or _is_own_scrape(scope)
         if not is_open and not self._is_authorized(scope):
             await self._turn_away(scope, send)
             return

@@ -16,6 +16,7 @@ from linkcpp.cluster.records import Health, NodeRecord
 from linkcpp.cluster.token import canonical_address, health_proof, is_challenge
 from linkcpp.common.access import RateLimit, peer_of, refuse
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.metrics import METRICS_PATH, metrics_response
 from linkcpp.common.records import ErrorBody
 from linkcpp.edge.acceptor import EdgeAcceptor
 from linkcpp.edge.carrier import AcceptedCarrier
@@ -23,6 +24,7 @@ from linkcpp.engine.pieces import PIECE_BYTES
 from linkcpp.node.access import AccessControl, AgentTokens
 from linkcpp.node.bridge import Bridge
 from linkcpp.node.limits import RefusedError, takes_pieces
+from linkcpp.node.metrics import node_metrics
 from linkcpp.node.records import (
     EchoAnswer,
     ServerId,
@@ -139,6 +141,23 @@ def _add_node_routes(app: FastAPI, agent: Agent) -> None:
                 408, "too_slow", f"An echo ends after {ECHO_DEADLINE_SECONDS:g} seconds."
             ) from None
         return EchoAnswer(received_bytes=received)
+
+    @app.get(
+        METRICS_PATH,
+        tags=["node"],
+        summary="Prometheus metrics; on this machine no token is needed",
+        response_class=PlainTextResponse,
+    )
+    async def metrics() -> Response:
+        return metrics_response(
+            node_metrics(
+                await agent.describe(),
+                agent.servers.records(),
+                agent.workers.records(),
+                agent.slices.records(),
+                agent.edges.status() if agent.edges else (),
+            )
+        )
 
     @app.get("/v1/openapi.json", tags=["node"], summary="The OpenAPI description of this API")
     async def openapi() -> dict[str, Any]:

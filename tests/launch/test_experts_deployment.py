@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from tests.launch.expert_plans import HERE, experts_plan
@@ -53,6 +54,15 @@ def test_status_tells_what_every_worker_holds_and_did(experts: Experts, url: str
     assert seen["missing_expert_count"] == 0
     text = experts.swarm.run("status", NAME).stdout
     assert all(word in text for word in ("attic", "cellar", "garage", "pairs", "replicas"))
+
+
+def test_the_virtual_device_has_metrics(experts: Experts, url: str) -> None:
+    tokens(url, count=4)
+    text = httpx.get(f"{url}/linkcpp/metrics").text
+    calls = next(line for line in text.splitlines() if line.startswith("linkcpp_dispatch_calls_"))
+    assert float(calls.split()[1]) > 0
+    assert "linkcpp_dispatch_failed_calls_total 0.0" in text
+    assert text.count("linkcpp_dispatch_worker_up{") == len(experts.swarm.agents) + 1
 
 
 def test_logs_have_the_dispatch_process_and_every_worker(experts: Experts, url: str) -> None:

@@ -420,3 +420,16 @@ async def test_the_token_is_in_no_log(node: RunningAgent, caplog: pytest.LogCapt
 async def test_an_agent_on_ipv6_proves_itself_and_serves(stock_engine: EngineLocation) -> None:
     async with running_agent(stock_engine, host="::1") as node:
         assert (await node.client.node()).name == "attic"
+
+
+async def test_metrics_are_for_this_machine_and_for_holders_of_the_token(
+    node: RunningAgent,
+) -> None:
+    async with httpx.AsyncClient() as http:
+        answer = await http.get(f"{node.url}/metrics")
+        assert 'linkcpp_node_offered_bytes{device="CPU"}' in answer.text
+        # As through a proxy on this machine: then anybody may be asking.
+        proxied = {"X-Forwarded-For": "203.0.113.9"}
+        assert (await http.get(f"{node.url}/metrics", headers=proxied)).status_code == 401
+        known = proxied | {"Authorization": f"Bearer {node.token}"}
+        assert (await http.get(f"{node.url}/metrics", headers=known)).status_code == 200

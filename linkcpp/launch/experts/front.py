@@ -9,6 +9,7 @@ begins llama-server forgets what it keeps of the prompts (``gate``).
 """
 
 import asyncio
+import hmac
 import json
 import logging
 import re
@@ -22,9 +23,11 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.metrics import metrics_response
 from linkcpp.common.records import Record
 from linkcpp.common.serving import BoundedHttpProtocol
 from linkcpp.dispatch.failures import FailureCounter
+from linkcpp.dispatch.metrics import dispatch_metrics
 from linkcpp.launch.api import read_api_key
 from linkcpp.launch.experts.exchange import Exchange
 from linkcpp.launch.experts.gate import Cleaner, Gate, GateShutError
@@ -32,6 +35,8 @@ from linkcpp.launch.experts.refusals import Refusal, Refusals
 from linkcpp.launch.experts.upstream import Upstream
 
 READY_PATTERN = r"^front ready"
+# llama-server has metrics of its own at /metrics.
+EXPERTS_METRICS_PATH = "/linkcpp/metrics"
 
 # llama-server computes nothing for these, so they can neither fail nor leave anything behind.
 _WITHOUT_COMPUTING = frozenset(
@@ -60,17 +65,20 @@ class FrontConfig(Record):
 class Front:
     """The ASGI application."""
 
-    def __init__(self, upstream: Upstream, gate: Gate, refusals: Refusals) -> None:
+    def __init__(self, upstream: Upstream, gate: Gate, refusals: Refusals, key: str | None) -> None:
         self._upstream = upstream
         self._gate = gate
         self._refusals = refusals
+        self._key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             return
         path = scope["path"]
-        if scope["method"] != "POST" or path in _WITHOUT_COMPUTING:
+        if path == EXPERTS_METRICS_PATH:
+            await self._tell_metrics(scope, receive, send)
+        elif scope["method"] != "POST" or path in _WITHOUT_COMPUTING:
             await Exchange(self._upstream, scope, receive, send).run()
         elif _SLOT_ACTION.fullmatch(path):
             refusal = Refusal(501, "Saving, restoring and erasing slots is switched off.")
@@ -89,6 +97,19 @@ class Front:
         # Only now, when nothing of the request is under way any more: the gate need not wait.
         if exchange.has_failed:
             await exchange.refuse(await self._refusals.describe())
+
+    async def _tell_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a scrape of what the virtual device and its workers did."""
+        shown = dict(scope["headers"]).get(b"authorization", b"")
+        if self._key and not hmac.compare_digest(shown, f"Bearer {self._key}".encode()):
+            await self._refuse(Refusal(401, "Metrics need the API key."), scope, receive, send)
+            return
+        status = await self._refusals.status()
+        if status is None:
+            refusal = Refusal(502, "The dispatch process does not answer.")
+            await self._refuse(refusal, scope, receive, send)
+            return
+        await metrics_response(dispatch_metrics(status))(scope, receive, send)
 
     async def _refuse(self, refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {"Retry-After": "5"} if refusal.status == httpx.codes.SERVICE_UNAVAILABLE else {}
@@ -126,7 +147,7 @@ async def run_front(config: FrontConfig) -> None:
     refusals = Refusals(config.control_port, config.control_token)
     server = uvicorn.Server(
         uvicorn.Config(
-            Front(upstream, gate, refusals),
+            Front(upstream, gate, refusals, key),
             http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",

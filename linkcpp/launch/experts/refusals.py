@@ -69,10 +69,17 @@ class Refusals:
 
     async def describe(self) -> Refusal:
         """Return the error for a request whose experts were missing."""
+        status = await self.status()
+        if status is None:
+            return Refusal(503, "No worker has some experts that this request needs.")
+        return refusal_of(status)
+
+    async def status(self) -> DispatchStatus | None:
+        """Return how the dispatch process stands; ``None`` where it does not answer."""
         try:
             async with httpx.AsyncClient(timeout=_ASK_SECONDS, trust_env=False) as client:
                 answer = await client.get(self._url, headers=self._headers)
                 answer.raise_for_status()
-                return refusal_of(DispatchStatus.model_validate_json(answer.content))
+                return DispatchStatus.model_validate_json(answer.content)
         except (httpx.HTTPError, ValidationError):
-            return Refusal(503, "No worker has some experts that this request needs.")
+            return None
