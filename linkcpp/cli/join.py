@@ -70,6 +70,13 @@ def join(
     device: Annotated[
         list[str] | None, typer.Option(help="Offer only this device; may be given several times.")
     ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="The most threads of each rpc-server and worker; all usable cores if not given.",
+        ),
+    ] = None,
     engine: Annotated[
         Path | None, typer.Option(help="Folder of the llama.cpp programs to use.")
     ] = None,
@@ -127,7 +134,7 @@ def join(
             engine=chosen,
             options=options,
             overhead_bytes=overhead_bytes,
-            core_count=usable_cores(),
+            core_count=min(threads or usable_cores(), usable_cores()),
         )
         direct_port = None if no_listen else sockets[-1].getsockname()[1]
         joining = Joining(credentials, agent_port=own_port, host=host, direct_port=direct_port)
