@@ -5,7 +5,8 @@ machine; a relay in front of the hub delays every byte. One run measures each di
 
     python benchmarks/wan.py [--tokens 60] [--rtts 0 20 80] [--json]
 
-Claim: time a token <= layers x RTT x 1.1 + the time a token takes at RTT 0.
+Claim: time a token <= layers x RTT x 1.1 + the time a token takes at RTT 0. The relay's timers are
+late by up to a millisecond each, so the RTT is what a raw TCP echo through the same relay takes.
 """
 
 import argparse
@@ -13,11 +14,13 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,15 @@ from tests.support.slow_relay import SlowRelay, slow_relay
 from tests.support.swarm import free_port
 
 LAYERS = 4
+ROW_BYTES = 2048
 NAMES = ("attic", "cellar")
+
+
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while piece := await reader.read(65536):
+        writer.write(piece)
+        await writer.drain()
+    writer.close()
 
 
 class Distance:
@@ -45,7 +56,7 @@ class Distance:
         self.port = 0
         self._hub_port = hub_port
         self._loop = asyncio.new_event_loop()
-        self._relay: SlowRelay | None = None
+        self._relays: tuple[SlowRelay, ...] = ()
         self._ready = threading.Event()
         threading.Thread(
             target=lambda: self._loop.run_until_complete(self._run()), daemon=True
@@ -53,15 +64,32 @@ class Distance:
         self._ready.wait()
 
     async def _run(self) -> None:
-        async with slow_relay(self._hub_port) as relay:
-            self._relay, self.port = relay, relay.port
+        echo = await asyncio.start_server(_echo, "127.0.0.1", 0)
+        echo_port = echo.sockets[0].getsockname()[1]
+        async with slow_relay(self._hub_port) as relay, slow_relay(echo_port) as mirror:
+            self._relays, self.port = (relay, mirror), relay.port
             self._ready.set()
             await asyncio.Event().wait()
 
-    def set(self, rtt_ms: float) -> None:
-        """Be that far; both ends pass the relay, so half of it is on either side."""
-        assert self._relay is not None
-        self._relay.rtt_seconds = rtt_ms / 2 / 1000
+    def set(self, rtt_ms: float) -> float:
+        """Be that far; return what a raw echo of a row takes, in milliseconds.
+
+        Both ends pass the relay, so half of it is on either side, and the echo counts twice.
+        """
+        for relay in self._relays:
+            relay.rtt_seconds = rtt_ms / 2 / 1000
+        row = bytes(ROW_BYTES)
+        with socket.create_connection(("127.0.0.1", self._relays[1].port)) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            took = []
+            for _ in range(40):
+                began = time.perf_counter()
+                connection.sendall(row)
+                left = len(row)
+                while left:
+                    left -= len(connection.recv(left))
+                took.append((time.perf_counter() - began) * 1000)
+        return 2 * statistics.median(took)
 
 
 def command_of(name: str, *words: str) -> list[str]:
@@ -212,23 +240,24 @@ def measure(tokens: int, rtts_ms: list[float]) -> list[dict[str, Any]]:
         token_ms(url, 8)
         base_ms = 0.0
         for rtt_ms in rtts_ms:
-            distance.set(rtt_ms)
+            raw_ms = distance.set(rtt_ms)
             token_ms(url, 8)
             before = made.cpu_seconds()
             took = statistics.median(token_ms(url, tokens) for _ in range(3))
             after = made.cpu_seconds()
             base_ms = base_ms or took
-            limit_ms = LAYERS * rtt_ms * 1.1 + base_ms
+            limit_ms = LAYERS * raw_ms * 1.1 + base_ms if rtt_ms else base_ms
             cpu_ms = {
                 name: round((after[name] - before.get(name, 0.0)) / (3 * tokens) * 1e3, 2)
                 for name in after
             }
             found.append(
                 {
-                    "rtt_ms": rtt_ms,
+                    "asked_rtt_ms": rtt_ms,
+                    "rtt_ms": round(raw_ms, 2),
                     "token_ms": round(took, 2),
                     "limit_ms": round(limit_ms, 2),
-                    "round_trips_a_layer": round((took - base_ms) / LAYERS / rtt_ms, 3)
+                    "round_trips_a_layer": round((took - base_ms) / LAYERS / raw_ms, 3)
                     if rtt_ms
                     else None,
                     "cpu_ms_a_token": cpu_ms,
