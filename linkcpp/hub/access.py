@@ -4,6 +4,7 @@ Plain ASGI, so that a caller without a token reaches no parser of ours. What a r
 the routes to say (``linkcpp.hub.roles``).
 """
 
+import hashlib
 import itertools
 import logging
 import math
@@ -23,8 +24,9 @@ from linkcpp.common.text import printable
 from linkcpp.hub.directory import Directory
 from linkcpp.hub.identity import HubIdentity
 from linkcpp.hub.metrics import HubMetrics
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.problems import HINT_JOIN, HubProblem, revoked
 from linkcpp.hub.roles import METRICS_PATH, OPEN_PATHS, Caller
+from linkcpp.registry.records import Role
 from linkcpp.registry.tickets import NodeClaims, TicketError, verify_node_token
 
 BODY_DEADLINE_SECONDS: Final = 10.0
@@ -40,7 +42,7 @@ _LIMITED_PATHS: Final = ("/v1/join", "/v1/tokens")
 # They come too often to be worth a line each.
 _QUIET_PATHS: Final = ("/v1/heartbeat", "/v1/gateways/heartbeat", "/v1/health", "/metrics")
 _MOST_TOKENS_REMEMBERED: Final = 50_000
-_HINT_JOIN: Final = "`linkcpp join URL --token …` gets a token of this hub."
+_LONGEST_METHOD: Final = 16
 
 _log = logging.getLogger(__name__)
 
@@ -65,39 +67,41 @@ class TokenCheck:
         """
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         header = values[0] if len(values) == 1 else b""
-        if scope["path"] == METRICS_PATH and tokens_equal(
-            _bearer(header), self._identity.metrics_token
-        ):
+        token = _bearer(header)
+        if scope["path"] == METRICS_PATH and tokens_equal(token, self._identity.metrics_token):
             return Caller("metrics", None)
-        claims = self._verified(header)
-        if claims.sub == self._identity.hub_id:
-            return Caller(claims.sub, claims.role)
-        machine = self._directory.machines.get(claims.sub)
-        if machine is None or machine.revoked_at is not None:
-            raise HubProblem(403, "revoked", "This machine was revoked.", hint=_HINT_JOIN)
-        if claims.role is not machine.role or claims.iat < machine.joined_at:
-            raise HubProblem(401, "old_token", "This machine joined again since it got its token.")
+        # Not by the header: there are many ways to write one around the same token.
+        key = hashlib.sha256(token.encode()).digest()
+        claims = self._remembered(key) or self._verified(token)
+        self._check_machine(claims)
+        self._claims[key] = claims
+        if len(self._claims) > _MOST_TOKENS_REMEMBERED:
+            self._claims.popitem(last=False)
         return Caller(claims.sub, claims.role)
 
-    def _verified(self, header: bytes) -> NodeClaims:
-        now = self._clock()
-        claims = self._claims.get(header)
-        if claims is None:
-            try:
-                claims = verify_node_token(self._verifier, _bearer(header), now=now)
-            except TicketError as error:
-                raise HubProblem(
-                    401, error.code, f"This token is not taken: {error.reason}.", hint=_HINT_JOIN
-                ) from None
-            self._claims[header] = claims
-            if len(self._claims) > _MOST_TOKENS_REMEMBERED:
-                self._claims.popitem(last=False)
-        elif claims.exp <= now:
-            del self._claims[header]
-            raise HubProblem(
-                401, "expired_token", "This token is not taken: it has ended.", hint=_HINT_JOIN
-            )
+    def _remembered(self, key: bytes) -> NodeClaims | None:
+        claims = self._claims.get(key)
+        if claims is not None and claims.exp <= self._clock():
+            del self._claims[key]
+            return None
         return claims
+
+    def _verified(self, token: str) -> NodeClaims:
+        try:
+            return verify_node_token(self._verifier, token, now=self._clock())
+        except TicketError as error:
+            raise HubProblem(
+                401, error.code, f"This token is not taken: {error.reason}.", hint=HINT_JOIN
+            ) from None
+
+    def _check_machine(self, claims: NodeClaims) -> None:
+        if claims.sub == self._identity.hub_id and claims.role is Role.ADMIN:
+            return  # whoever can read the data folder is the hub
+        machine = self._directory.machines.get(claims.sub)
+        if machine is None or machine.revoked_at is not None:
+            raise revoked()
+        if claims.role is not machine.role or claims.iat < machine.joined_at:
+            raise HubProblem(401, "old_token", "This machine joined again since it got its token.")
 
 
 class Access:
@@ -146,26 +150,32 @@ class Access:
             self._note(scope, status or 500, perf_counter() - started)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
         try:
-            _check_head(scope)
-            if path in OPEN_PATHS:
-                if path in _LIMITED_PATHS:
-                    self._check_rate(self._open_calls, scope)
-            else:
-                scope["state"]["caller"] = self._tokens.caller(scope)
+            self._admit(scope)
+            if scope["type"] == "http":
+                receive = await self._with_body(scope, receive)
         except HubProblem as problem:
             await self._turn_away(scope, send, problem)
             return
-        if scope["type"] == "websocket":
-            await self._app(scope, receive, send)
-            return
+        await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        _check_head(scope)
+        if scope["path"] in _LIMITED_PATHS:
+            self._check_rate(self._open_calls, scope)
+        if scope["path"] not in OPEN_PATHS:
+            scope["state"]["caller"] = self._tokens.caller(scope)
+
+    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
+        path = scope["path"]
         most_bytes = _MAX_BODY_BYTES_OF.get(path, _MAX_BODY_BYTES)
         body = await read_body(scope, receive, most_bytes, BODY_DEADLINE_SECONDS)
-        if isinstance(body, bytes):
-            await self._app(scope, replay(body, receive), send)
-        else:
-            await refuse(scope, send, *body)
+        if not isinstance(body, bytes):
+            status, error = body
+            raise HubProblem(status, error.code, error.message, hint=error.hint)
+        if body and path not in OPEN_PATHS:
+            self._tokens.caller(scope)  # it may have been revoked while its body came
+        return replay(body, receive)
 
     async def _turn_away(self, scope: Scope, send: Send, problem: HubProblem) -> None:
         try:
@@ -201,7 +211,7 @@ class Access:
         known: Caller | None = state.get("caller")
         told = {
             "request_id": state["request_id"],
-            "method": method,
+            "method": printable(method, _LONGEST_METHOD),
             "path": printable(path, 200),
             "status": status,
             "ms": round(seconds * 1000, 2),
@@ -213,7 +223,10 @@ class Access:
 
 def _check_head(scope: Scope) -> None:
     # The server bounds what it waits for; a long head that comes in one piece is refused here.
-    head_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+    method = scope.get("method", "")
+    if len(method) > _LONGEST_METHOD:
+        raise HubProblem(405, "unknown_method", "There is no such method.")
+    head_bytes = len(method) + len(scope["raw_path"]) + len(scope["query_string"])
     head_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
     if head_bytes > MAX_HEAD_BYTES:
         raise HubProblem(431, "too_large", f"The head is longer than {MAX_HEAD_BYTES} bytes.")
@@ -223,7 +236,7 @@ def _bearer(header: bytes) -> str:
     scheme, _, token = header.decode("latin-1").partition(" ")
     token = token.strip()
     if scheme.lower() != "bearer" or not token:
-        raise HubProblem(401, "no_token", "This call needs a token.", hint=_HINT_JOIN)
+        raise HubProblem(401, "no_token", "This call needs a token.", hint=HINT_JOIN)
     return token
 
 

@@ -23,6 +23,7 @@ from linkcpp.hub.service import Hub
 from linkcpp.hub.token_routes import add_token_routes
 from linkcpp.hub.weights.routes import add_weight_routes
 from linkcpp.registry.records import Role
+from linkcpp.registry.relay import RelayCloseCode
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}}
 
@@ -82,6 +83,9 @@ def _add_own_routes(app: FastAPI, hub: Hub) -> None:
         caller: Annotated[Caller, allow(Role.NODE, Role.BACKBONE)],
     ) -> None:
         await websocket.accept()
+        if hub.directory.is_revoked(caller.node_id):  # just now
+            await websocket.close(RelayCloseCode.REVOKED, "this machine was revoked")
+            return
         await hub.events.serve(websocket, caller.node_id)
 
 

@@ -82,6 +82,8 @@ class Directory:
         self.machines: dict[str, Machine] = {}
         self.gateways: dict[str, Gateway] = {}
         self.edges: dict[str, Edge] = {}
+        # Those whose rows are being written: nobody is told of them yet, but limits count them.
+        self.pending_edges: dict[str, Edge] = {}
         # By machine and edge: what the next heartbeat is answered with.
         self.waiting: dict[str, dict[str, Waiting]] = {}
 
@@ -104,10 +106,16 @@ class Directory:
             return False
         return machine.role is Role.GATEWAY and is_gateway_online(gateway.last_seen, now)
 
-    def edges_of(self, node_id: str) -> list[Edge]:
+    def is_revoked(self, node_id: str) -> bool:
+        """Tell whether a machine is not wanted any more, or never joined."""
+        machine = self.machines.get(node_id)
+        return machine is None or machine.revoked_at is not None
+
+    def edges_of(self, node_id: str, *, with_pending: bool = False) -> list[Edge]:
         """Return the open edges that a machine is a side of."""
-        sides = ((edge, (edge.node_id, edge.backbone_node_id)) for edge in self.edges.values())
-        return [edge for edge, both in sides if node_id in both]
+        pending = self.pending_edges.values() if with_pending else ()
+        edges = (*self.edges.values(), *pending)
+        return [edge for edge in edges if node_id in (edge.node_id, edge.backbone_node_id)]
 
 
 def load_directory(engine: Engine, now: float) -> Directory:

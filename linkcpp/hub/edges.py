@@ -1,19 +1,19 @@
 """Edges: made for coordinators, told to both sides, moved when a gateway goes away, closed."""
 
+import math
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, insert, update
-
+from linkcpp.common.access import RateLimit
 from linkcpp.hub.assignment import choose_gateway
 from linkcpp.hub.directory import Directory, Edge, Machine, Waiting
+from linkcpp.hub.edge_rows import close_edges, insert_edge, update_gateways
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.identity import HubIdentity
 from linkcpp.hub.machines import unknown_machine
 from linkcpp.hub.presence import presence
 from linkcpp.hub.problems import HubProblem
-from linkcpp.hub.schema import EDGES
 from linkcpp.hub.writer import Writer
 from linkcpp.registry.edges import (
     CloseEvent,
@@ -32,6 +32,12 @@ from linkcpp.registry.tickets import EDGE_TICKET_SECONDS, EdgeClaims, sign_edge_
 # An edge of which neither a gateway nor its node told anything for so long is closed.
 UNSEEN_SECONDS = 15 * 60.0
 _MOST_EDGES_PER_MACHINE = 256
+# So that one coordinator does not take all that a node may have. An edge of which nobody told for
+# longer than a few heartbeats does not count: its coordinator was killed.
+_MOST_EDGES_PER_PAIR = 8
+_TOLD_LATELY_SECONDS = 60.0
+_CREATIONS_AT_ONCE = 128
+_SECONDS_PER_CREATION = 1.0
 
 
 class Edges:
@@ -50,15 +56,21 @@ class Edges:
         self._writer = writer
         self._events = events
         self._clock = clock
+        self._creations = RateLimit(
+            tries=_CREATIONS_AT_ONCE, seconds_per_try=_SECONDS_PER_CREATION, most_addresses=65_536
+        )
 
     async def create(self, backbone_id: str, request: EdgeRequest) -> EdgeOffer:
         """Make an edge, tell the node, and return the coordinator's offer.
 
         Raises:
-            HubProblem: there is no such node, it is gone, or one of the two has too many edges.
+            HubProblem: there is no such node, it is gone, one of the two has too many edges, or was
+                revoked meanwhile.
         """
         now = self._clock()
+        self._check_rate(backbone_id)
         self._check_node(backbone_id, request.node_id, now)
+        self._check_counts(backbone_id, request.node_id, now)
         edge = Edge(
             edge_id=uuid.uuid4().hex,
             backbone_node_id=backbone_id,
@@ -70,7 +82,12 @@ class Edges:
             rtts_ms={str(key): rtt for key, rtt in request.relay_rtts_ms.items()},
         )
         edge.gateway_id = self._choose(edge, now)
-        await self._writer.write(lambda connection: _insert(connection, edge))
+        self._directory.pending_edges[edge.edge_id] = edge
+        try:
+            await self._writer.write(lambda connection: insert_edge(connection, edge))
+        finally:
+            del self._directory.pending_edges[edge.edge_id]
+        # A revocation that is committed later than this row ends its wait later, and finds it here.
         self._directory.edges[edge.edge_id] = edge
         self._tell(edge, EdgeRole.NODE)
         return self._offer(edge, EdgeRole.BACKBONE)
@@ -83,14 +100,14 @@ class Edges:
         """
         edge = self._directory.edges.get(edge_id)
         if edge is None or edge.backbone_node_id != backbone_id:
-            raise HubProblem(
-                404, "unknown_edge", "There is no such edge.", hint="Ask for a new one."
-            )
+            raise _unknown_edge()
         edge.avoid = request.not_gateways
         if request.relay_rtts_ms:
             edge.rtts_ms = {str(key): rtt for key, rtt in request.relay_rtts_ms.items()}
         now = edge.last_seen = self._clock()
         await self._assign([(edge, self._choose(edge, now))])
+        if edge_id not in self._directory.edges:
+            raise _unknown_edge()
         self._tell(edge, EdgeRole.NODE)
         return self._offer(edge, EdgeRole.BACKBONE)
 
@@ -100,9 +117,9 @@ class Edges:
         if edge is not None and (is_admin or machine_id == edge.backbone_node_id):
             await self._close([edge])
 
-    async def close_all_of(self, node_id: str) -> None:
-        """End all edges of a machine that was revoked."""
-        await self._close(self._directory.edges_of(node_id))
+    def forget_all_of(self, node_id: str) -> None:
+        """End all edges of a machine whose revocation, with that of their rows, is committed."""
+        self._forget(self._directory.edges_of(node_id))
 
     def records(self) -> EdgeList:
         """List the open edges, the oldest first."""
@@ -165,9 +182,33 @@ class Edges:
                 f"The node {node.name} did not tell of itself for a while.",
                 hint="See that `linkcpp join` runs there and that the machine is awake.",
             )
-        for machine_id, who in ((backbone_id, "This machine"), (node_id, f"The node {node.name}")):
-            if len(self._directory.edges_of(machine_id)) >= _MOST_EDGES_PER_MACHINE:
-                raise HubProblem(409, "too_many_edges", f"{who} has too many edges already.")
+
+    def _check_counts(self, backbone_id: str, node_id: str, now: float) -> None:
+        edges = self._directory.edges_of(backbone_id, with_pending=True)
+        limit = now - _TOLD_LATELY_SECONDS
+        between = [edge for edge in edges if edge.node_id == node_id and edge.last_seen >= limit]
+        if len(between) >= _MOST_EDGES_PER_PAIR:
+            raise HubProblem(
+                409,
+                "too_many_edges",
+                f"This machine has {len(between)} edges to that node already.",
+                hint="Stop a coordinator that uses the node, or wait a minute if it was killed.",
+            )
+        if len(edges) >= _MOST_EDGES_PER_MACHINE:
+            raise HubProblem(409, "too_many_edges", "This machine has too many edges already.")
+        if len(self._directory.edges_of(node_id, with_pending=True)) >= _MOST_EDGES_PER_MACHINE:
+            raise HubProblem(409, "too_many_edges", "That node has too many edges already.")
+
+    def _check_rate(self, backbone_id: str) -> None:
+        wait_seconds = self._creations.take(backbone_id)
+        if wait_seconds is not None:
+            raise HubProblem(
+                429,
+                "too_many_calls",
+                "This machine asks for too many edges.",
+                hint=f"Wait {math.ceil(wait_seconds)} s.",
+                retry_after_seconds=wait_seconds,
+            )
 
     def _choose(self, edge: Edge, now: float) -> str | None:
         node = self._directory.machines.get(edge.node_id)
@@ -181,7 +222,7 @@ class Edges:
         changes = [move for move in moves if move[0].gateway_id != move[1]]
         if not changes:
             return
-        await self._writer.write(lambda connection: _update_gateways(connection, changes))
+        await self._writer.write(lambda connection: update_gateways(connection, changes))
         for edge, gateway_id in changes:
             edge.gateway_id = gateway_id
 
@@ -189,7 +230,10 @@ class Edges:
         if not edges:
             return
         now = self._clock()
-        await self._writer.write(lambda connection: _close_rows(connection, edges, now))
+        await self._writer.write(lambda connection: close_edges(connection, edges, now))
+        self._forget(edges)
+
+    def _forget(self, edges: Iterable[Edge]) -> None:
         for edge in edges:
             self._directory.edges.pop(edge.edge_id, None)
             for machine_id in (edge.node_id, edge.backbone_node_id):
@@ -197,6 +241,8 @@ class Edges:
                 self._events.push(machine_id, CloseEvent(edge_id=edge.edge_id))
 
     def _tell(self, edge: Edge, role: EdgeRole) -> None:
+        if edge.edge_id not in self._directory.edges:
+            return  # closed while its gateway was noted
         offer = self._offer(edge, role)
         me, _ = self._sides(edge, role)
         self._events.push(me.node_id, EdgeEvent(offer=offer))
@@ -237,25 +283,5 @@ class Edges:
         return (backbone, node) if role is EdgeRole.BACKBONE else (node, backbone)
 
 
-def _insert(connection: Connection, edge: Edge) -> None:
-    connection.execute(
-        insert(EDGES).values(
-            edge_id=edge.edge_id,
-            backbone_node_id=edge.backbone_node_id,
-            node_id=edge.node_id,
-            gateway_id=edge.gateway_id,
-            created_at=edge.created_at,
-        )
-    )
-
-
-def _update_gateways(connection: Connection, changes: list[tuple[Edge, str | None]]) -> None:
-    for edge, gateway_id in changes:
-        change = update(EDGES).where(EDGES.c.edge_id == edge.edge_id)
-        connection.execute(change.values(gateway_id=gateway_id))
-
-
-def _close_rows(connection: Connection, edges: list[Edge], now: float) -> None:
-    for edge in edges:
-        change = update(EDGES).where(EDGES.c.edge_id == edge.edge_id)
-        connection.execute(change.values(closed_at=now))
+def _unknown_edge() -> HubProblem:
+    return HubProblem(404, "unknown_edge", "There is no such edge.", hint="Ask for a new one.")

@@ -13,6 +13,7 @@ from linkcpp.hub.presence import presence
 from linkcpp.hub.writer import BatchReport
 from linkcpp.registry.records import Presence, Role
 
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "WEBSOCKET"))
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
@@ -54,7 +55,7 @@ class HubMetrics:
 
     def observe_request(self, method: str, route: str | None, status: int, seconds: float) -> None:
         """Count a call. Unknown routes and odd methods share a label, for there may be any."""
-        if route is None:
+        if route is None or method not in _METHODS:
             method, route = "", "unknown"
         self._requests.labels(method, route, str(status)).inc()
         if status != 101:  # a WebSocket takes as long as it is open

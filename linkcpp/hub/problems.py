@@ -1,7 +1,11 @@
 """Why the hub refuses a call."""
 
+from typing import Final
+
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import ErrorBody
+
+HINT_JOIN: Final = "`linkcpp join URL --token …` gets a token of this hub."
 
 
 class HubProblem(LinkcppError):  # noqa: N818 - a refusal, no defect
@@ -24,3 +28,8 @@ class HubProblem(LinkcppError):  # noqa: N818 - a refusal, no defect
     def body(self) -> ErrorBody:
         """Return what the caller is answered."""
         return ErrorBody(code=self.code, message=self.message, hint=self.hint)
+
+
+def revoked() -> HubProblem:
+    """Return why a machine that was revoked is refused."""
+    return HubProblem(403, "revoked", "This machine was revoked.", hint=HINT_JOIN)

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 
+from sqlalchemy import Connection
+
 from linkcpp.hub import machines
 from linkcpp.hub.directory import Directory, Gateway, Machine
+from linkcpp.hub.edge_rows import close_edges_of
 from linkcpp.hub.edges import Edges
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.heartbeat_rows import HeartbeatRow
 from linkcpp.hub.identity import HubIdentity
 from linkcpp.hub.nonces import NonceMemory
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.problems import HubProblem, revoked
 from linkcpp.hub.schema import GATEWAYS
 from linkcpp.hub.writer import Writer
 from linkcpp.registry.edges import (
@@ -59,8 +62,15 @@ class Registrar:
         """Enter a machine that has a join token.
 
         Raises:
-            HubProblem: the token or the proof is not taken, or the id is another machine's.
+            HubProblem: the token or the proof is not taken, or the id is another's.
         """
+        if request.node_id == self._identity.hub_id:
+            raise HubProblem(
+                409,
+                "hub_id",
+                "That id is the hub's own.",
+                hint="Give the machine an id of its own: delete its identity and join again.",
+            )
         if not is_join_proven(request, hub_id=self._identity.hub_id):
             raise _wrong_proof()
         self._check_fresh(request.proof)
@@ -92,12 +102,7 @@ class Registrar:
             raise _wrong_proof()
         self._check_fresh(request.proof)
         if machine.revoked_at is not None:
-            raise HubProblem(
-                403,
-                "revoked",
-                "This machine was revoked.",
-                hint="An admin lets it in again with a new join token.",
-            )
+            raise revoked()
         return self._issue(machine.node_id, machine.role)
 
     async def heartbeat(self, node_id: str, body: Heartbeat) -> HeartbeatAnswer | None:
@@ -130,10 +135,15 @@ class Registrar:
             HubProblem: there is no such machine.
         """
         now = self._clock()
-        await self._writer.write(lambda connection: machines.revoke(connection, node_id, now))
+
+        def revoke(connection: Connection) -> None:
+            machines.revoke(connection, node_id, now)
+            close_edges_of(connection, node_id, now)
+
+        await self._writer.write(revoke)
         self._directory.machines[node_id].revoked_at = now
         self._events.revoke(node_id)
-        await self._edges.close_all_of(node_id)
+        self._edges.forget_all_of(node_id)
 
     async def gateway_heartbeat(
         self, gateway_id: str, body: GatewayHeartbeat

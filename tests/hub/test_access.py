@@ -10,6 +10,8 @@ from fastapi import FastAPI
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
+from linkcpp.hub.access import TokenCheck
+from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.roles import check_routes
 from linkcpp.registry.records import NodeToken, Role
 from linkcpp.registry.trust import websocket_url
@@ -131,6 +133,41 @@ async def test_metrics_are_for_admins_and_for_the_token_in_the_data_folder(
     assert node.token not in response.text
     other = await hub.http.get("/v1/nodes", headers={"Authorization": f"Bearer {token}"})
     assert other.status_code == 401
+
+
+async def test_a_token_in_the_hubs_name_is_taken_from_its_operator_only(hub: RunningHub) -> None:
+    for role, expected in ((Role.ADMIN, 200), (Role.BACKBONE, 403)):
+        issued = hub.hub.identity.issue(
+            hub.hub.identity.hub_id, role, now=hub.clock(), lifetime_seconds=60
+        )
+        headers = {"Authorization": f"Bearer {issued.token}"}
+        assert (await hub.http.get("/v1/nodes", headers=headers)).status_code == expected
+
+
+async def test_a_token_is_remembered_once_however_it_is_written_and_not_of_a_revoked_machine(
+    hub: RunningHub,
+) -> None:
+    check = TokenCheck(hub.hub.identity, hub.hub.directory, hub.clock)
+    node = await hub.machine(Role.NODE)
+    for spaces in range(1, 50):
+        header = b"Bearer" + b" " * spaces + node.token.encode() + b" " * spaces
+        check.caller({"path": "/v1/gateways", "headers": [(b"authorization", header)]})
+    assert len(check._claims) == 1
+    other = await hub.machine(Role.NODE)
+    await hub.hub.revoke(other.node_id)
+    header = b"Bearer " + other.token.encode()
+    with pytest.raises(HubProblem, match="revoked"):
+        check.caller({"path": "/v1/gateways", "headers": [(b"authorization", header)]})
+    assert len(check._claims) == 1
+
+
+async def test_methods_that_callers_make_up_are_no_labels_of_metrics(hub: RunningHub) -> None:
+    for number in range(5):
+        for path in ("/v1/health", "/v1/join", "/v1/nowhere"):
+            await hub.http.request(f"MADEUP{number}", path)
+    told = hub.hub.render_metrics().decode()
+    assert "MADEUP" not in told
+    assert 'linkcpp_hub_requests_total{method="",route="unknown",status="405"}' in told
 
 
 async def test_every_answer_has_a_request_id_that_the_log_has_too(

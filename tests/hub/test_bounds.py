@@ -73,6 +73,35 @@ async def test_a_head_that_is_too_long_is_refused(hub: RunningHub, length: int) 
         assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
 
 
+@pytest.mark.parametrize("length", [17, 15_000])
+async def test_a_method_that_is_too_long_is_refused(hub: RunningHub, length: int) -> None:
+    method = b"M" * length
+    answer = await talk(hub, method + b" /v1/health HTTP/1.1\r\nHost: hub\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 405")
+    assert b"unknown_method" in answer and method not in answer
+
+
+async def test_a_caller_that_is_revoked_while_its_body_comes_is_not_answered(
+    hub: RunningHub,
+) -> None:
+    admin = await hub.machine(Role.ADMIN)
+    host, port = hub.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = b'{"role": "admin", "lifetime_seconds": 60}'
+    writer.write(
+        f"POST /v1/join-tokens HTTP/1.1\r\nHost: hub\r\nAuthorization: Bearer {admin.token}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "Expect: 100-continue\r\n\r\n".encode()
+    )
+    async with asyncio.timeout(30):
+        # The hub asks for the body when it begins to read it, with the token taken.
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+        await hub.hub.revoke(admin.node_id)
+        writer.write(body)
+        assert (await reader.read()).startswith(b"HTTP/1.1 403")
+    writer.close()
+
+
 @pytest.mark.parametrize(
     "sent",
     [

@@ -4,8 +4,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from sqlalchemy import Engine, select
+from starlette.websockets import WebSocket
 
+from linkcpp.hub import edges as hub_edges
 from linkcpp.hub.assignment import UNMEASURED_MS, Candidate, choose_gateway
+from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.schema import EDGES
 from linkcpp.registry.connection import HubRefusedError
 from linkcpp.registry.edges import (
     CloseEvent,
@@ -200,6 +205,137 @@ async def test_a_revoked_node_is_told_and_cut_off_with_its_edges(hub: RunningHub
     assert (refused.status_code, refused.json()["code"]) == (403, "revoked")
 
 
+@pytest.mark.parametrize("who", ["backbone", "node"])
+@pytest.mark.parametrize("is_revoked_first", [True, False])
+async def test_no_edge_comes_into_being_while_one_of_its_machines_is_revoked(
+    hub: RunningHub, who: str, is_revoked_first: bool
+) -> None:
+    node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
+    create = hub.hub.edges.create(backbone.node_id, EdgeRequest(node_id=node.node_id))
+    revoke = hub.hub.revoke((backbone if who == "backbone" else node).node_id)
+    both = (revoke, create) if is_revoked_first else (create, revoke)
+    results = await asyncio.gather(*both, return_exceptions=True)
+    if is_revoked_first:
+        expected = {"backbone": (403, "revoked"), "node": (404, "unknown_machine")}
+        (problem,) = (one for one in results if isinstance(one, HubProblem))
+        assert (problem.status, problem.code) == expected[who]
+    assert not hub.hub.directory.edges
+    assert not hub.hub.directory.waiting.get(node.node_id)
+    assert await open_rows(hub) == 0
+
+
+async def test_an_edge_whose_machine_is_revoked_meanwhile_gets_no_other_offer(
+    hub: RunningHub,
+) -> None:
+    first = await hub.online_gateway("one")
+    node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
+    mine = await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
+    await hub.online_gateway("two")
+    request = OfferRequest(not_gateways=(first.node_id,))
+    revoked, renewed = await asyncio.gather(
+        hub.hub.revoke(backbone.node_id),
+        hub.hub.edges.renew(backbone.node_id, mine.edge_id, request),
+        return_exceptions=True,
+    )
+    assert revoked is None
+    assert isinstance(renewed, HubProblem) and renewed.code == "unknown_edge"
+    assert not hub.hub.directory.waiting.get(node.node_id)
+
+
+async def test_a_revocation_and_the_end_of_its_edges_are_one_transaction(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
+    await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
+    write, seen = hub.hub.writer.write, []
+
+    async def write_and_look(work: Any) -> Any:
+        result = await write(work)
+        seen.append(await open_rows(hub))
+        return result
+
+    monkeypatch.setattr(hub.hub.writer, "write", write_and_look)
+    await hub.hub.revoke(backbone.node_id)
+    assert seen[0] == 0
+
+
+async def test_a_machine_that_is_revoked_while_its_events_open_is_told_nothing(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await hub.online_node()
+    accept = WebSocket.accept
+
+    async def revoke_and_accept(self: WebSocket) -> None:
+        await hub.hub.revoke(node.node_id)
+        await accept(self)
+
+    monkeypatch.setattr(WebSocket, "accept", revoke_and_accept)
+    async with node.client.events() as events, asyncio.timeout(EVENT_SECONDS):
+        assert [event async for event in events] == []
+    assert hub.hub.events.count == 0
+
+
+async def test_edges_of_one_pair_are_few_and_those_asked_for_at_once_count(
+    hub: RunningHub,
+) -> None:
+    node, other = await hub.online_node(), await hub.online_node("cellar")
+    backbone, second = await hub.machine(Role.BACKBONE), await hub.machine(Role.BACKBONE)
+    request = EdgeRequest(node_id=node.node_id)
+    asked = (hub.hub.edges.create(backbone.node_id, request) for _ in range(12))
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    refused = [one.code for one in results if isinstance(one, HubProblem)]
+    assert refused == ["too_many_edges"] * 4
+    await second.client.create_edge(request)
+    await backbone.client.create_edge(EdgeRequest(node_id=other.node_id))
+
+
+async def test_edges_of_killed_coordinators_do_not_keep_the_next_one_out(hub: RunningHub) -> None:
+    node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
+    for _ in range(8):
+        await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
+    hub.clock.offset += 61
+    await node.client.heartbeat(Heartbeat(sequence=1))
+    await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
+
+
+async def test_edges_of_a_machine_that_are_asked_for_at_once_are_limited(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_edges, "_MOST_EDGES_PER_MACHINE", 2)
+    node = await hub.online_node()
+    backbones = [await hub.machine(Role.BACKBONE) for _ in range(3)]
+    request = EdgeRequest(node_id=node.node_id)
+    results = await asyncio.gather(
+        *(hub.hub.edges.create(one.node_id, request) for one in backbones), return_exceptions=True
+    )
+    assert [one.code for one in results if isinstance(one, HubProblem)] == ["too_many_edges"]
+
+
+async def test_a_machine_that_asks_for_edges_without_end_is_slowed_down(hub: RunningHub) -> None:
+    node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
+    nobody = EdgeRequest(node_id="0" * 8 + node.node_id[8:])
+    codes = set()
+    for _ in range(400):
+        with pytest.raises(HubProblem) as refused:
+            await hub.hub.edges.create(backbone.node_id, nobody)
+        codes.add(refused.value.code)
+    assert codes == {"unknown_machine", "too_many_calls"}
+    other = await hub.machine(Role.BACKBONE)
+    await other.client.create_edge(EdgeRequest(node_id=node.node_id))
+
+
+async def test_rows_of_edges_that_were_closed_long_ago_are_deleted(hub: RunningHub) -> None:
+    node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
+    ids = []
+    for further_days in (0, 4, 4):
+        hub.clock.offset += further_days * 86400
+        await hub.hub.registrar.heartbeat(node.node_id, Heartbeat(sequence=1))
+        offer = await hub.hub.edges.create(backbone.node_id, EdgeRequest(node_id=node.node_id))
+        await hub.hub.edges.close(backbone.node_id, offer.edge_id, is_admin=False)
+        ids.append(offer.edge_id)
+    assert {row.edge_id for row in await edge_rows(hub)} == set(ids[1:])
+
+
 async def test_a_newer_events_connection_takes_the_place_of_an_older_one(hub: RunningHub) -> None:
     node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
     async with node.client.events() as older, node.client.events() as newer:
@@ -207,6 +343,18 @@ async def test_a_newer_events_connection_takes_the_place_of_an_older_one(hub: Ru
             assert [event async for event in older] == []
         await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
         assert isinstance(await next_event(newer), EdgeEvent)
+
+
+async def edge_rows(hub: RunningHub) -> list[Any]:
+    def read(engine: Engine) -> list[Any]:
+        with engine.connect() as connection:
+            return list(connection.execute(select(EDGES)))
+
+    return await hub.hub.read(read)
+
+
+async def open_rows(hub: RunningHub) -> int:
+    return sum(row.closed_at is None for row in await edge_rows(hub))
 
 
 async def next_event(events: Any) -> HubEvent:

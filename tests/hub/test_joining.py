@@ -70,6 +70,14 @@ async def test_the_secret_of_a_join_token_is_told_once_and_stored_nowhere(hub: R
         assert made.token.encode() not in path.read_bytes()
 
 
+@pytest.mark.parametrize("role", [Role.NODE, Role.BACKBONE, Role.ADMIN])
+async def test_nobody_joins_with_the_hubs_own_id(hub: RunningHub, role: Role) -> None:
+    token = await hub.join_token(role)
+    refused = await hub.join(hub.join_body(token, node_id=hub.hub.identity.hub_id))
+    assert (refused.status_code, code(refused)) == (409, "hub_id")
+    assert (await hub.join(hub.join_body(token))).status_code == 200
+
+
 async def test_an_id_that_another_machine_has_is_refused_until_that_one_is_revoked(
     hub: RunningHub,
 ) -> None:
