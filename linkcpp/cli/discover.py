@@ -73,9 +73,10 @@ def discover(
 
 
 class Where(StrEnum):
-    """Where a search looks: on the network, at named addresses only, or at none."""
+    """Where a search looks: on the network, at a hub, at named addresses only, or at none."""
 
     AROUND = "around"
+    HUB = "hub"
     NAMED = "named"
     NOWHERE = "nowhere"
 
@@ -103,10 +104,11 @@ class _Search:
     def where(self) -> "Where":
         """Tell where it looks."""
         config = load_config()
+        if self.hub_urls:
+            return Where.HUB
         if self.use_mdns and config.mdns:
             return Where.AROUND
-        named = self.urls or self.hub_urls or config.nodes
-        return Where.NAMED if named else Where.NOWHERE
+        return Where.NAMED if self.urls or config.nodes else Where.NOWHERE
 
     async def again(self, on_change: OnChange | None = None) -> Discovery:
         """Search (once more); a node that was there before is asked again."""
@@ -166,7 +168,8 @@ def render(
         for node in found.nodes
         if node.reason
     ]
-    if not found.cluster.nodes:
+    is_explained = where is Where.HUB and found.notes
+    if not found.cluster.nodes and not is_explained:
         parts.append(Text(_what_to_check(where, has_own_agent=bool(found.nodes))))
     parts += [Text(note, style="yellow") for note in (*remarks, *found.notes)]
     return parts
@@ -225,6 +228,11 @@ def _status(node: DiscoveredNode) -> Text:
 
 def _what_to_check(where: Where, *, has_own_agent: bool) -> str:
     first = "No other node was found" if has_own_agent else "No node was found"
+    if where is Where.HUB:
+        return (
+            f"{first}. On a machine that is to help: `linkcpp join HUB --token -`, with a token of "
+            "`linkcpp hub token create --role node` on the hub."
+        )
     if where is Where.NOWHERE:
         return (
             f"{first}: you gave no --node, mDNS is off, and config.toml names no nodes.\n"

@@ -20,8 +20,10 @@ from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.service import systemd_unit
 from linkcpp.registry.client import HubClient
-from linkcpp.registry.records import NodeList
+from linkcpp.registry.records import NodeList, RegisteredNode
 from linkcpp.registry.trust import DEFAULT_HUB_PORT
+
+_SHORTEST_ID = 8
 
 app = verb(help="Run a hub, or manage one.")
 app.add_typer(hub_tokens.app, name="token")
@@ -126,7 +128,7 @@ def revoke(
         found = [
             one
             for one in (await client.nodes()).nodes
-            if node in (one.node_id, one.name) and not one.is_revoked
+            if _is_meant(node, one) and not one.is_revoked
         ]
         if len(found) != 1:
             many = "Several machines have" if found else "No machine of this hub has"
@@ -139,3 +141,9 @@ def revoke(
 
     name = ask(revoked, data=data or context.obj, hub_url=hub_url)
     console().print(f"{name} is revoked.", markup=False)
+
+
+def _is_meant(word: str, node: RegisteredNode) -> bool:
+    """Whether a person means this machine: by its name, its id, or the start of it."""
+    is_start = len(word) >= _SHORTEST_ID and node.node_id.startswith(word)
+    return word == node.name or is_start

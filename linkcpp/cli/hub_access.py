@@ -6,11 +6,13 @@ key. Everybody else names the hub's URL and needs to have joined as admin.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
+from linkcpp.common.alone import held_alone
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import data_folder, expand_home
@@ -34,6 +36,19 @@ _T = TypeVar("_T")
 def data_folder_of(data: Path | None) -> Path:
     """Return the data folder that is meant."""
     return (expand_home(data) if data is not None else data_folder() / "hub").absolute()
+
+
+def only_hub(folder: Path) -> AbstractContextManager[None]:
+    """Hold the lock of a hub's data folder: two hubs would each keep machines in its own memory.
+
+    Raises:
+        LinkcppError: a hub runs with this folder already.
+    """
+    taken = LinkcppError(
+        f"A hub runs already with the data folder {folder}.",
+        hint="Stop that one first, or give another folder with --data.",
+    )
+    return held_alone(folder / "hub.lock", taken)
 
 
 def note_address(folder: Path, url: str) -> None:

@@ -14,8 +14,9 @@ _STYLES = {Presence.ONLINE: "green", Presence.STALE: "yellow", Presence.GONE: "r
 def print_nodes(answer: NodeList) -> None:
     """Print it; a machine that never sends heartbeats, such as a coordinator, has no state."""
     table = Table(box=None)
-    for heading in ("name", "role", "state", "seen", "offers", "engine", "id", "key"):
-        table.add_column(heading)
+    for heading in ("name", "role", "state", "seen", "offers", "engine", "key"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("id", no_wrap=True, overflow="ignore")
     for node in answer.nodes:
         table.add_row(
             printable(node.name),
@@ -24,10 +25,11 @@ def print_nodes(answer: NodeList) -> None:
             _seen(node, answer.hub_time),
             _offer(node),
             _engine(node),
-            node.node_id,
             node.key_fingerprint[:9],
+            # Enough to tell machines apart; `--json` has all of it.
+            node.node_id[:8],
         )
-    console(100).print(table)
+    console(80).print(table)
 
 
 def _state(node: RegisteredNode) -> Text:

@@ -23,6 +23,9 @@ from linkcpp.common.units import parse_bytes
 from linkcpp.node.agent import AgentOptions, NodeAgent
 from linkcpp.node.alone import only_agent
 from linkcpp.node.joining import Joining
+from linkcpp.node.membership import revoked
+from linkcpp.registry.client import joined_client
+from linkcpp.registry.connection import HubError, HubRefusedError
 from linkcpp.registry.credentials import HubCredentials
 from linkcpp.registry.encoding import fingerprint
 from linkcpp.registry.keys import load_keys
@@ -101,16 +104,17 @@ def join(
     Where machines can reach each other directly they do; else the hub's gateway relays what only
     the two can read.
     """
+    if unit:
+        _print_unit()
+        return
     config = load_config()
     identity = load_identity(name or config.name)
     credentials = credentials_of(url, token, identity, plain=plain)
     role = credentials.node_token.role
-    if unit:
-        _print_unit(role)
-        return
     if role is not Role.NODE:
         _tell_what_next(credentials)
         return
+    asyncio.run(_see_that_it_is_wanted(credentials.url))
     limit = parse_bytes(memory) if memory is not None else config.memory_limit_bytes
     options = AgentOptions(
         host=_LOOPBACK if no_listen else host,
@@ -141,6 +145,18 @@ def join(
         asyncio.run(serve(agent, sockets, host, joining))
 
 
+async def _see_that_it_is_wanted(url: str) -> None:
+    """Refuse to start where the hub has turned this machine out; a hub that is away may come."""
+    async with joined_client(url) as hub:
+        try:
+            await hub.token()
+        except HubRefusedError as error:
+            if error.is_final:
+                raise revoked(url) from error
+        except HubError:
+            pass
+
+
 def _agent_token() -> str:
     """Return the cluster token, or one that nobody knows where this machine has none."""
     try:
@@ -149,10 +165,10 @@ def _agent_token() -> str:
         return make_challenge()
 
 
-def _print_unit(role: Role) -> None:
+def _print_unit() -> None:
     words = [word for word in without_token(sys.argv[1:]) if word != "--systemd-unit"]
     command = [sys.executable, "-m", "linkcpp.cli.main", *words]
-    text = systemd_unit("join", f"linkcpp {role.value} of a hub", command)
+    text = systemd_unit("join", "linkcpp, joined to a hub", command)
     console().print(text, end="", markup=False, soft_wrap=True)
 
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from linkcpp.cli.output import console, print_json
 from linkcpp.cli.verb import verb
-from linkcpp.launch.folder import DeploymentFolder, existing_deployment
+from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.logs import (
     LogPart,
     Remote,
@@ -17,6 +17,7 @@ from linkcpp.launch.logs import (
     remote_programs,
     remote_tail,
 )
+from linkcpp.launch.lookup import find_deployment
 
 app = verb()
 
@@ -24,7 +25,8 @@ app = verb()
 @app.command()
 def logs(
     name: Annotated[
-        str | None, typer.Argument(help="The deployment; not needed where there is only one.")
+        str | None,
+        typer.Argument(help="The deployment or its plan file; not needed if there is only one."),
     ] = None,
     node: Annotated[
         str | None, typer.Option("--node", help="Only the programs on this node.")
@@ -36,7 +38,7 @@ def logs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the logs of the supervisor, llama-server, and the programs on the nodes."""
-    folder = existing_deployment(name)
+    folder = find_deployment(name)
     programs = remote_programs(folder, node)
     parts = [] if node else list(local_tails(folder, tail))
     parts += asyncio.run(_remote_tails(programs, tail)) if tail else []

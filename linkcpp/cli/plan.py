@@ -10,7 +10,7 @@ from rich.text import Text
 
 from linkcpp.cli.output import console, print_json, status_console
 from linkcpp.cli.plan_files import load_counts, read_document, save_plan
-from linkcpp.cli.plan_notes import next_step
+from linkcpp.cli.plan_notes import alone_note, next_step
 from linkcpp.cli.plan_report import explanation, report
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import load_config
@@ -167,6 +167,8 @@ def _print(
     for node in cluster.nodes:
         if not is_usable(node.status, made.mode):
             out.print(Text(f"not used: {node.name}: {node.reason or node.status}", style="yellow"))
+    if note := alone_note(made, cluster):
+        out.print(Text(note, style="yellow"), soft_wrap=True)
     if output is not None:
         out.print(Text(next_step(made, cluster, output)), soft_wrap=True)
 

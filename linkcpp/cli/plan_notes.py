@@ -6,6 +6,7 @@ from pathlib import Path
 from linkcpp.cluster.records import Cluster
 from linkcpp.common.units import format_bytes
 from linkcpp.planning.assumed import ASSUMED
+from linkcpp.planning.offers import is_usable
 from linkcpp.planning.records import DeviceMemory, Plan, PlanMode
 from linkcpp.planning.sharing import memory_of
 
@@ -56,6 +57,19 @@ def _weights_beside_host(plan: Plan) -> Iterator[int]:
     for stage in plan.stages:
         if memory_of(plan, stage) is not plan.coordinator_memory:
             yield stage.memory.weight_bytes
+
+
+def alone_note(plan: Plan, cluster: Cluster) -> str | None:
+    """Say it where nodes could help and none takes part; ``None`` where one does, or none could."""
+    could = [node for node in cluster.nodes if is_usable(node.status, plan.mode)]
+    if not could or plan.mode is not PlanMode.EXPERTS:
+        return None
+    if any(not share.is_coordinator for share in plan.expert_shares):
+        return None
+    return (
+        f"No node takes part: {plan.coordinator_name} has room for all, and no way to a node is "
+        "as short. --memory SIZE bounds what it gives, --replicas 2 puts copies on nodes."
+    )
 
 
 def next_step(plan: Plan, cluster: Cluster, output: Path) -> str:

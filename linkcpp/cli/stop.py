@@ -7,7 +7,8 @@ import typer
 from linkcpp.cli.output import console, print_json
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
-from linkcpp.launch.folder import all_deployments, existing_deployment
+from linkcpp.launch.folder import all_deployments
+from linkcpp.launch.lookup import find_deployment
 from linkcpp.launch.stopping import StopResult, stop_deployment
 
 app = verb()
@@ -22,7 +23,8 @@ _WORDS = {
 @app.command()
 def stop(
     name: Annotated[
-        str | None, typer.Argument(help="The deployment; not needed where there is only one.")
+        str | None,
+        typer.Argument(help="The deployment or its plan file; not needed if there is only one."),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Stop all deployments.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -30,7 +32,7 @@ def stop(
     """Stop a deployment and wait until nothing of it is left, here and on its nodes."""
     if every and name is not None:
         raise LinkcppError("Give a name or --all, not both.")
-    folders = all_deployments() if every else [existing_deployment(name)]
+    folders = all_deployments() if every else [find_deployment(name)]
     results = {}
     problems = []
     for folder in folders:

@@ -157,7 +157,7 @@ class Membership:
         elif isinstance(event, CloseEvent):
             await self._edges.close_edge(event.edge_id)
         else:
-            raise _revoked(self._client.url)
+            raise revoked(self._client.url)
 
     async def _take_part(self, offer: EdgeOffer) -> None:
         try:
@@ -185,7 +185,7 @@ class Membership:
 
     def _note_failure(self, error: HubError) -> None:
         if isinstance(error, HubRefusedError) and error.is_final:
-            raise _revoked(self._client.url) from error
+            raise revoked(self._client.url) from error
         if not self._is_away:
             _log.warning("%s Trying again until it answers; edges that are open stay.", error)
         self._is_away = True
@@ -233,7 +233,8 @@ def _without_memory(record: NodeRecord) -> NodeRecord:
     return record.model_copy(update={"devices": devices})
 
 
-def _revoked(url: str) -> RevokedError:
+def revoked(url: str) -> RevokedError:
+    """Say that the hub at ``url`` turned this machine out."""
     return RevokedError(
         f"The hub at {url} does not know this machine any more: an admin revoked it.",
         hint="Ask for a new join token, and `linkcpp join` again.",

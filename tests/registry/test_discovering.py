@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from linkcpp.cli.discover import Where, render
 from linkcpp.cluster.discovery import Discovery
 from linkcpp.cluster.records import DiscoveredNode, Link, NodeId, NodeRecord, NodeStatus
 from linkcpp.registry.discovering import (
@@ -123,3 +124,15 @@ def test_a_node_around_that_is_also_at_a_hub_is_one_node_with_its_near_address_f
 )
 def test_a_gateway_is_measured_where_it_relays(relay: str, health: str) -> None:
     assert health_url(relay) == health
+
+
+def test_a_hub_that_is_away_is_the_reason_that_is_told() -> None:
+    found = Discovery(coordinator=COORDINATOR, nodes=(), notes=("The hub cannot be reached.",))
+    parts = [str(part) for part in render(found, where=Where.HUB)]
+    assert parts == ["The hub cannot be reached."]
+
+
+def test_an_empty_hub_says_how_machines_come_in() -> None:
+    found = Discovery(coordinator=COORDINATOR, nodes=(), notes=())
+    (told,) = (str(part) for part in render(found, where=Where.HUB))
+    assert "linkcpp join HUB" in told
