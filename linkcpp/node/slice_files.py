@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from pydantic import ValidationError
+
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.slices.encoding import padded
 from linkcpp.model.slices.manifest import FileKind, Manifest, listed_slabs
@@ -34,14 +36,17 @@ def manifest_segments(manifest: Manifest) -> tuple[Segment, ...]:
     """Return the experts that a slice has by its manifest.
 
     Raises:
-        LinkcppError: it lists what is no tensor of experts.
+        LinkcppError: it lists what is no tensor of experts, or experts that no model has.
     """
     found = []
     for tensor in manifest.tensors:
         split = expert_name(tensor.name)
         if split is None:
             raise _refusal(f"{tensor.name[:100]!r} is no tensor of experts")
-        found += [Segment(layer=split[0], first=a, last=b) for a, b in tensor.experts]
+        try:
+            found += [Segment(layer=split[0], first=a, last=b) for a, b in tensor.experts]
+        except ValidationError as error:
+            raise _refusal(f"{tensor.name[:100]!r} has ranges that are none of experts") from error
     return merge_segments(found)
 
 

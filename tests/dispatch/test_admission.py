@@ -238,7 +238,7 @@ def test_a_worker_that_joins_later_is_checked_before_it_is_used(cluster: Cluster
 
 
 def test_experts_beyond_the_layer_are_not_asked_for() -> None:
-    segments = [Segment(layer=1, first=6, last=1 << 40), Segment(layer=0, first=0, last=3)]
+    segments = [Segment(layer=1, first=6, last=2**20 - 1), Segment(layer=0, first=0, last=3)]
     assert held_experts(segments, 1, 8) == [6, 7]
     assert held_experts(segments, 0, 8) == [0, 1, 2, 3]
     assert held_experts(segments, 2, 8) == []

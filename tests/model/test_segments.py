@@ -1,10 +1,12 @@
 """Which experts: what people write is read, merged, and held to the model by name."""
 
 import itertools
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.slices.segments import (
@@ -66,6 +68,60 @@ def test_an_empty_slice_is_refused() -> None:
         resolve([], COUNTS, 4)
     with pytest.raises(LinkcppError, match="would be empty"):
         resolve([SegmentRequest(None, None)], {}, 4)
+
+
+def test_what_is_named_over_and_over_costs_no_more_than_once() -> None:
+    counts = dict.fromkeys(range(64), 128)
+    text = ",".join(["0-63"] * 600) + ":" + ",".join(["0"] * 1490)
+    tracemalloc.start()
+    try:
+        found = resolve([parse_segment(text)], counts, 64)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == tuple(Segment(layer=layer, first=0, last=0) for layer in range(64))
+    assert peak_bytes < 2**21
+
+
+def test_more_pieces_than_any_model_needs_are_refused() -> None:
+    counts = dict.fromkeys(range(64), 8192)
+    every_other = tuple((expert, expert) for expert in range(0, 4096, 2))
+    with pytest.raises(LinkcppError, match="more than 131072 pieces") as caught:
+        resolve([SegmentRequest(None, every_other)] * 2, counts, 64)
+    assert caught.value.hint
+    assert len(resolve([SegmentRequest(None, every_other[:1000])] * 2, counts, 64)) == 64_000
+
+
+_RANGES = st.none() | st.lists(
+    st.tuples(st.integers(0, 7), st.integers(0, 7)).map(lambda pair: (min(pair), max(pair))),
+    min_size=1,
+    max_size=6,
+).map(tuple)
+
+
+@given(st.lists(st.builds(SegmentRequest, _RANGES, _RANGES), min_size=1, max_size=4))
+def test_requests_mean_every_expert_that_they_name_and_no_other(
+    requests: list[SegmentRequest],
+) -> None:
+    named = {
+        (layer, expert)
+        for request in requests
+        for first_layer, last_layer in request.layers or ((0, 7),)
+        for layer in range(first_layer, last_layer + 1)
+        for first, last in request.experts or ((0, 7),)
+        for expert in range(first, last + 1)
+    }
+    found = resolve(requests, dict.fromkeys(range(8), 8), 8)
+    assert {(s.layer, e) for s in found for e in range(s.first, s.last + 1)} == named
+    assert list(found) == sorted(found, key=lambda s: (s.layer, s.first))
+
+
+@pytest.mark.parametrize(
+    ("layer", "first", "last"), [(-1, 0, 0), (2**20, 0, 0), (0, -1, 0), (0, 0, 2**20), (0, 2, 1)]
+)
+def test_a_segment_that_no_model_has_is_no_segment(layer: int, first: int, last: int) -> None:
+    with pytest.raises(ValidationError):
+        Segment(layer=layer, first=first, last=last)
 
 
 @given(

@@ -255,6 +255,15 @@ async def test_a_manifest_of_another_slice_or_with_holes_is_refused(
     longer = manifest.model_copy(update={"file_bytes": manifest.file_bytes + 4096})
     with pytest.raises(NodeRefusedError, match="describes"):
         await put_manifest(node.client, name, longer.model_dump_json().encode())
+    beyond = tuple(
+        tensor.model_copy(
+            update={"experts": tuple((a + 2**20, b + 2**20) for a, b in tensor.experts)}
+        )
+        for tensor in manifest.tensors
+    )
+    far = manifest.model_copy(update={"tensors": beyond})
+    with pytest.raises(NodeRefusedError, match="none of experts"):
+        await put_manifest(node.client, name, far.model_dump_json().encode())
     assert (await node.client.slices()).slices == ()
 
 

@@ -10,7 +10,7 @@ from linkcpp.model.ggml_types import TYPES_BY_NAME
 from linkcpp.model.header import LONGEST_KEPT_ARRAY, Header, Value
 from linkcpp.model.parts import ModelFiles
 from linkcpp.model.slices.encoding import NewTensor, Pair, encode_header, padded
-from linkcpp.model.slices.segments import Range, Segment, count_experts, ranges_by_layer
+from linkcpp.model.slices.segments import INDEX_END, Range, Segment, count_experts, ranges_by_layer
 from linkcpp.model.slices.tensors import (
     ExpertTensor,
     PlacedTensor,
@@ -256,7 +256,8 @@ def _held(source: str, metadata: Mapping[str, Value], layer: int) -> tuple[int, 
         for (first, last), before in zip(ranges, ends[::2], strict=False)
     )
     if (
-        not isinstance(count, int)
+        not 0 <= layer < INDEX_END
+        or not isinstance(count, int)
         or not 0 < count <= LARGEST_EXPERT_COUNT
         or len(numbers) % 2
         or not is_ascending

@@ -4,24 +4,37 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final, Self
+
+from pydantic import Field, model_validator
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import WireRecord
 
 ALL: Final = "all"
 MAXIMUM_RANGES: Final = 10_000
+# Layers times ranges of experts, over all requests: far above any model's every other expert.
+MAXIMUM_SEGMENTS: Final = 2**17
 _RANGE: Final = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
 Range = tuple[int, int]
+# Layers and experts have lower numbers; enough for all that ``parse_ranges`` reads.
+INDEX_END: Final = 2**20
+_Index = Annotated[int, Field(ge=0, lt=INDEX_END)]
 
 
 class Segment(WireRecord):
     """Experts ``first`` to ``last`` (both included) of one layer."""
 
-    layer: int
-    first: int
-    last: int
+    layer: _Index
+    first: _Index
+    last: _Index
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.first > self.last:
+            raise ValueError("the range runs backwards")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +98,22 @@ def resolve(
         LinkcppError: nothing was asked for, or a layer or expert that is not there.
     """
     wanted: dict[int, list[Range]] = defaultdict(list)
+    segment_count = 0
     for request in requests:
-        for layer in _layers(request.layers, expert_counts, layer_count):
+        layers = _layers(request.layers, expert_counts, layer_count)
+        # Merged first: what is named a thousand times over costs no more than once.
+        experts = merge_ranges(request.experts) if request.experts is not None else None
+        segment_count += len(layers) * (1 if experts is None else len(experts))
+        if segment_count > MAXIMUM_SEGMENTS:
+            raise LinkcppError(
+                f"The slice is asked for in more than {MAXIMUM_SEGMENTS} pieces.",
+                hint="Name each layer's experts once, in few ranges.",
+            )
+        for layer in layers:
             count = expert_counts[layer]
-            for first, last in request.experts or ((0, count - 1),):
-                if last >= count:
-                    raise LinkcppError(
-                        f"Layer {layer} has experts 0 to {count - 1}, not {_write(first, last)}.",
-                        hint=f"Name experts below {count}.",
-                    )
-                wanted[layer].append((first, last))
+            if experts and experts[-1][1] >= count:
+                raise _no_such_experts(layer, count, request.experts or ())
+            wanted[layer] += experts or ((0, count - 1),)
     if not wanted:
         raise LinkcppError(
             "The slice would be empty: no experts were asked for.",
@@ -160,18 +179,27 @@ def _write(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
+def _no_such_experts(layer: int, count: int, asked: Iterable[Range]) -> LinkcppError:
+    first, last = next(asked_range for asked_range in asked if asked_range[1] >= count)
+    return LinkcppError(
+        f"Layer {layer} has experts 0 to {count - 1}, not {_write(first, last)}.",
+        hint=f"Name experts below {count}.",
+    )
+
+
 def _layers(
     ranges: tuple[Range, ...] | None, expert_counts: Mapping[int, int], layer_count: int
 ) -> list[int]:
     if ranges is None:
         return sorted(expert_counts)
-    layers = []
     for first, last in ranges:
         if last >= layer_count:
             raise LinkcppError(
                 f"The model has layers 0 to {layer_count - 1}, not {_write(first, last)}.",
                 hint=f"Name layers below {layer_count}.",
             )
+    layers = []
+    for first, last in merge_ranges(ranges):
         for layer in range(first, last + 1):
             if layer not in expert_counts:
                 raise LinkcppError(
