@@ -1,6 +1,7 @@
 """The calls of the hub's API that are about weights: ``linkcpp.registry.models`` lists them."""
 
 import asyncio
+from functools import partial
 from typing import Annotated
 
 from fastapi import FastAPI, Path, Query, Request
@@ -8,7 +9,7 @@ from fastapi.responses import Response
 
 from linkcpp.hub.roles import Caller, allow
 from linkcpp.hub.weights.library import Library
-from linkcpp.hub.weights.streaming import Downloads, answer
+from linkcpp.hub.weights.streaming import DownloadResponse, Downloads
 from linkcpp.model.parts import MAXIMUM_PARTS
 from linkcpp.registry.models import (
     LONGEST_SEGMENTS_TEXT,
@@ -46,8 +47,8 @@ def _add_records(app: FastAPI, library: Library, downloads: Downloads) -> None:
     @app.head("/v1/models/{name}", include_in_schema=False)
     @app.get("/v1/models/{name}", tags=["models"], summary="One model", response_model=ServedModel)
     async def show(caller: _Reader, call: Request, name: _Name) -> Response:
-        content = await asyncio.to_thread(library.record, name)
-        return answer(content, call, downloads, caller.node_id)
+        plan = partial(library.record, name)
+        return DownloadResponse(plan, call, downloads, caller.node_id)
 
     @app.head("/v1/models/{name}/manifest", include_in_schema=False)
     @app.get(
@@ -59,13 +60,13 @@ def _add_records(app: FastAPI, library: Library, downloads: Downloads) -> None:
         caller: _Reader, call: Request, name: _Name, segments: _Segments | None = None
     ) -> Response:
         if segments is not None:
-            content = await asyncio.to_thread(library.slice_manifest, name, segments)
+            plan = partial(library.slice_manifest, name, segments)
         else:
             takes_gzip = "gzip" in call.headers.get("Accept-Encoding", "")
             # A range counts the bytes of the manifest itself.
             packed = takes_gzip and "Range" not in call.headers
-            content = await asyncio.to_thread(library.manifest, name, packed=packed)
-        return answer(content, call, downloads, caller.node_id)
+            plan = partial(library.manifest, name, packed=packed)
+        return DownloadResponse(plan, call, downloads, caller.node_id)
 
 
 def _add_contents(app: FastAPI, library: Library, downloads: Downloads) -> None:
@@ -78,8 +79,8 @@ def _add_contents(app: FastAPI, library: Library, downloads: Downloads) -> None:
         responses={200: _BYTES},
     )
     async def header(caller: _Reader, call: Request, name: _Name, part: _Part = 1) -> Response:
-        content = await asyncio.to_thread(library.header, name, part)
-        return answer(content, call, downloads, caller.node_id)
+        plan = partial(library.header, name, part)
+        return DownloadResponse(plan, call, downloads, caller.node_id)
 
     @app.head("/v1/models/{name}/slice", include_in_schema=False)
     @app.get(
@@ -92,8 +93,8 @@ def _add_contents(app: FastAPI, library: Library, downloads: Downloads) -> None:
     async def slice_of(
         caller: _Reader, call: Request, name: _Name, segments: _Segments
     ) -> Response:
-        content = await asyncio.to_thread(library.slice, name, segments)
-        return answer(content, call, downloads, caller.node_id)
+        plan = partial(library.slice, name, segments)
+        return DownloadResponse(plan, call, downloads, caller.node_id)
 
     @app.head("/v1/models/{name}/backbone", include_in_schema=False)
     @app.get(
@@ -104,5 +105,5 @@ def _add_contents(app: FastAPI, library: Library, downloads: Downloads) -> None:
         responses={200: _BYTES},
     )
     async def backbone(caller: _Reader, call: Request, name: _Name, part: _Part = 1) -> Response:
-        content = await asyncio.to_thread(library.backbone, name, part)
-        return answer(content, call, downloads, caller.node_id)
+        plan = partial(library.backbone, name, part)
+        return DownloadResponse(plan, call, downloads, caller.node_id)

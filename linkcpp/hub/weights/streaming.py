@@ -1,12 +1,14 @@
 """Sending weights: whole or a range, piece by piece, as fast as the caller takes them.
 
+A download counts from before its content is planned: a plan takes memory and time too, and a
+machine that is revoked meanwhile is sent nothing.
+
 A piece is read when the one before it was taken, so memory does not grow with the file or with a
 slow caller. A file that is not the one that was hashed any more is not sent.
 """
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,12 +20,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from linkcpp.common.text import printable
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.problems import HubProblem, revoked
 from linkcpp.hub.weights.byte_ranges import asked_range, is_known
-from linkcpp.hub.weights.catalogue import LocalFile
-from linkcpp.hub.weights.layout import Extent
 from linkcpp.hub.weights.library import Content
-from linkcpp.model.source import FileSource
+from linkcpp.hub.weights.open_files import OpenFiles
 
 # Twice this is held for each download; smaller pieces cost more processor time a byte.
 PIECE_BYTES: Final = 512 * 2**10
@@ -94,7 +94,38 @@ class Downloads:
         return [download for download in self._running if download.machine == machine]
 
 
-def answer(content: Content, request: Request, downloads: Downloads, machine: str) -> Response:
+class DownloadResponse(Response):
+    """Plans a content and answers with it, a range of it, or why not."""
+
+    def __init__(
+        self, plan: Callable[[], Content], request: Request, downloads: Downloads, machine: str
+    ) -> None:
+        self._plan = plan
+        self._request = request
+        self._downloads = downloads
+        self._machine = machine
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Plan it and send it, unless too many downloads run.
+
+        Raises:
+            HubProblem: nothing was sent: there is no such content, or the machine was revoked.
+        """
+        with self._downloads.running(self._machine) as download:
+            if download is None:
+                await _busy(scope, receive, send)
+                return
+            content = await asyncio.to_thread(self._plan)
+            if download.ended.is_set():
+                raise revoked()
+            response = _answer(content, self._request, self._downloads, download)
+            await response(scope, receive, send)
+
+
+def _answer(
+    content: Content, request: Request, downloads: Downloads, download: Download
+) -> Response:
     """Answer a request with a content, a range of it, or why not."""
     size = content.layout.size_bytes
     headers = {"Accept-Ranges": "bytes", "ETag": content.etag, "Cache-Control": "no-cache"}
@@ -117,7 +148,7 @@ def answer(content: Content, request: Request, downloads: Downloads, machine: st
         (start, end),
         headers,
         downloads=downloads,
-        machine=machine,
+        download=download,
         is_head=request.method == "HEAD",
     )
 
@@ -132,12 +163,12 @@ class ContentResponse(Response):
         headers: dict[str, str],
         *,
         downloads: Downloads,
-        machine: str,
+        download: Download,
         is_head: bool,
     ) -> None:
         self._content = content
         self._downloads = downloads
-        self._machine = machine
+        self._download = download
         self._start, self._end = part
         self._is_head = is_head
         self.status_code = 206 if "Content-Range" in headers else 200
@@ -147,24 +178,20 @@ class ContentResponse(Response):
         self.init_headers({**headers, "Content-Length": str(self._end - self._start)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, unless too many downloads run."""
-        with self._downloads.running(self._machine) as download:
-            if download is None:
-                await _busy(scope, receive, send)
-                return
-            needed = self._content.layout.files(self._start, self._end)
-            try:
-                files = await self._downloads.read(lambda: _OpenFiles(self._content.files, needed))
-            except HubProblem as problem:
-                refusal = JSONResponse(problem.body().model_dump(), problem.status)
-                await refusal(scope, receive, send)
-                return
-            try:
-                await _first_of(self._send(files, send), _left(receive), download.ended.wait())
-            finally:
-                files.close()
+        """Send it, until the machine is revoked.
 
-    async def _send(self, files: "_OpenFiles", send: Send) -> None:
+        Raises:
+            HubProblem: nothing was sent: a file was changed.
+        """
+        needed = self._content.layout.files(self._start, self._end)
+        files = await self._downloads.read(lambda: OpenFiles(self._content.files, needed))
+        try:
+            ended = self._download.ended.wait()
+            await _first_of(self._send(files, send), _left(receive), ended)
+        finally:
+            files.close()
+
+    async def _send(self, files: OpenFiles, send: Send) -> None:
         start: Message = {
             "type": "http.response.start",
             "status": self.status_code,
@@ -183,79 +210,10 @@ class ContentResponse(Response):
                 async with asyncio.timeout(STALL_SECONDS):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             except TimeoutError:
-                _log.warning("%s takes no more of its download and is left", self._machine)
+                _log.warning("%s takes no more of its download and is left", self._download.machine)
                 return
             self._downloads.sent_bytes += len(body)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class _OpenFiles:
-    """The files of a content, held to be those that were hashed. Its methods block."""
-
-    def __init__(self, files: tuple[LocalFile, ...], needed: set[int]) -> None:
-        self._files = files
-        self._descriptors: dict[int, int] = {}
-        try:
-            for number in needed:
-                self._descriptors[number] = _open(files[number])
-                self._check(number)
-        except BaseException:
-            self.close()
-            raise
-
-    def read(self, piece: list[Extent]) -> bytes:
-        """Read the bytes of a piece.
-
-        Raises:
-            HubProblem: a file was changed, or cannot be read.
-        """
-        parts = []
-        for extent in piece:
-            if extent.file is None:
-                parts.append(extent.content or bytes(extent.size_bytes))
-                continue
-            try:
-                part = os.pread(
-                    self._descriptors[extent.file], extent.size_bytes, extent.offset_bytes
-                )
-            except OSError as error:
-                raise _changed(error) from error
-            if len(part) != extent.size_bytes:
-                raise _changed()
-            parts.append(part)
-        # Looked at after the reading: what was read before a change is as it was hashed.
-        for number in {extent.file for extent in piece if extent.file is not None}:
-            self._check(number)
-        return b"".join(parts)
-
-    def close(self) -> None:
-        """Close the files."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors = {}
-
-    def _check(self, number: int) -> None:
-        status = os.fstat(self._descriptors[number])
-        if FileSource.version_of(status) != self._files[number].version:
-            raise _changed()
-
-
-def _open(file: LocalFile) -> int:
-    try:
-        return os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise _changed(error) from error
-
-
-def _changed(error: OSError | None = None) -> HubProblem:
-    if error is not None:
-        _log.error("a model's file cannot be read: %s", error)
-    return HubProblem(
-        409,
-        "model_changed",
-        "The model's file on the hub's disk is gone, or is not the one that was added.",
-        hint="The hub's owner can `linkcpp hub models remove` it and add it again.",
-    )
 
 
 async def _first_of(*calls: Coroutine[Any, Any, object]) -> None:

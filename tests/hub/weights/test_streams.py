@@ -1,9 +1,12 @@
 """What a hub sends: the very bytes that `linkcpp slice` writes, whole or any range of them."""
 
+import contextlib
 import gzip
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from linkcpp.hub.weights import streaming
 from linkcpp.hub.weights.byte_ranges import ByteRange, asked_range
 from linkcpp.hub.weights.layout import Extent, Layout
+from linkcpp.hub.weights.library import Content, Library
 from linkcpp.model.slices.manifest import Manifest, manifest_path
 from linkcpp.model.slices.model_manifest import ModelManifest
 from tests.hub.weights.serving import SmallHub, add
@@ -254,6 +258,58 @@ def test_a_revoked_machines_download_ends(folder: Path) -> None:
         hub.call_in_loop(hub.downloads.end_all_of, "node")
         wait_until(lambda: hub.downloads.running_count == 0)
         connection.close()
+
+
+@contextlib.contextmanager
+def held_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], threading.Event]]:
+    """Hold every plan of a slice until the event is set; gives what was asked for, too."""
+    asked: list[str] = []
+    go_on = threading.Event()
+    plan = Library.slice
+
+    def held(library: Library, name: str, segments: str) -> Content:
+        asked.append(segments)
+        assert go_on.wait(60)
+        return plan(library, name, segments)
+
+    monkeypatch.setattr(Library, "slice", held)
+    try:
+        yield asked, go_on
+    finally:
+        go_on.set()
+
+
+def test_a_machine_that_is_revoked_while_its_slice_is_planned_is_sent_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        SmallHub(folder) as hub,
+        held_plans(monkeypatch) as (asked, go_on),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answer = pool.submit(get, hub, SLICE)
+        wait_until(lambda: asked)
+        hub.call_in_loop(hub.downloads.end_all_of, "node")
+        go_on.set()
+        assert (answer.result().status_code, answer.result().json()["code"]) == (403, "revoked")
+        assert hub.downloads.sent_bytes == 0
+
+
+def test_no_more_slices_are_planned_than_downloads_may_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        SmallHub(folder, most_per_machine=1) as hub,
+        held_plans(monkeypatch) as (asked, go_on),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first = pool.submit(get, hub, SLICE)
+        wait_until(lambda: asked)
+        second = get(hub, "/v1/models/m/slice?segments=0:0")
+        assert (second.status_code, second.json()["code"]) == (503, "too_many_downloads")
+        assert asked == [CHOSEN]
+        go_on.set()
+        assert first.result().status_code == 200
 
 
 @pytest.mark.parametrize("change", ["touched", "shorter", "gone"])
