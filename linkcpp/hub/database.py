@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sqlalchemy.pool import QueuePool
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
+from linkcpp.hub.problems import HubProblem
 
 _MIGRATIONS = Path(__file__).with_name("migrations")
 _BUSY_SECONDS = 10
@@ -50,6 +52,8 @@ def open_database(url: str | None, data: Path) -> Engine:
         ) from error
     except SQLAlchemyError as error:
         engine.dispose()
+        if full := disk_full(error):
+            raise full from error
         raise LinkcppError(
             f"The hub's database cannot be used: {describe_error(error)}.",
             hint="See that the database server runs and that --database names it rightly.",
@@ -61,6 +65,30 @@ def describe_error(error: SQLAlchemyError) -> str:
     """Say what a database complained of, in one line and without a password."""
     first = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
     return printable(_PASSWORD.sub("…", first), 200).rstrip(".")
+
+
+def disk_full(error: SQLAlchemyError) -> HubProblem | None:
+    """Return what to tell where SQLite had no room to write; ``None`` for every other error."""
+    found: BaseException | None = error
+    # SQLite undoes the transaction then, so that undoing it once more fails and is raised instead.
+    while found is not None and not _has_no_room(found):
+        found = found.__context__
+    if found is None:
+        return None
+    return HubProblem(
+        503,
+        "disk_full",
+        f"The disk of the hub's data folder is full or fails: {printable(str(found), 200)}.",
+        hint="The hub's owner can make room on it; what was acknowledged is kept.",
+    )
+
+
+def _has_no_room(error: BaseException) -> bool:
+    # An extended code has the kind of error in its lowest byte. Where there is no room for what
+    # SQLite keeps besides its tables, it is told as an error of input and output.
+    # What the driver refuses by itself has none.
+    code = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 def _sqlite(path: Path) -> Engine:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
-from linkcpp.hub.database import describe_error
+from linkcpp.hub.database import describe_error, disk_full
 from linkcpp.hub.heartbeat_rows import HeartbeatRow, write_heartbeats
 from linkcpp.hub.problems import HubProblem
 
@@ -118,7 +118,9 @@ class Writer:
             results = await loop.run_in_executor(self._thread, self._commit, jobs, rows)
         except SQLAlchemyError as error:
             _log.warning("the database cannot be written to: %s", describe_error(error))
-            noted = HubProblem(503, "database", "The hub's database does not answer.")
+            noted = disk_full(error) or HubProblem(
+                503, "database", "The hub's database does not answer."
+            )
             results = [noted] * len(jobs)
         else:
             self._report(BatchReport(len(jobs) + len(rows), perf_counter() - started))

@@ -1,11 +1,14 @@
 """The database: migrated at every start, equal to the code's tables, and never half written."""
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Engine, insert, select, text
+from sqlalchemy import Engine, event, insert, select, text
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.hub.database import open_database
@@ -99,3 +102,52 @@ async def test_a_database_that_goes_away_is_a_clear_refusal_and_its_return_is_no
     await writer.aclose()
     assert count_gateways(engine) == 1
     engine.dispose()
+
+
+async def test_a_full_disk_is_named_and_what_was_acknowledged_is_kept(tmp_path: Path) -> None:
+    engine = open_database(None, tmp_path)
+
+    @event.listens_for(engine, "checkout")
+    def fill(connection: Any, *_: object) -> None:
+        connection.execute(f"PRAGMA max_page_count = {most_pages}")
+
+    def fill_up(connection: Any) -> None:
+        connection.execute(insert(GATEWAYS), [gateway(number) for number in range(2, 5000)])
+
+    most_pages = 10_000
+    writer = Writer(engine, lambda _: None)
+    await writer.write(lambda connection: connection.execute(insert(GATEWAYS), [gateway(1)]))
+    most_pages = 1  # SQLite takes it as: no larger than it is
+    with pytest.raises(HubProblem, match="disk of the hub's data folder is full") as refused:
+        await writer.write(fill_up)
+    assert (refused.value.status, refused.value.code) == (503, "disk_full")
+    assert refused.value.hint
+    most_pages = 10_000
+    await writer.write(fill_up)
+    await writer.aclose()
+    assert count_gateways(engine) == 4999
+    engine.dispose()
+
+
+_OPEN_WITHOUT_ROOM = """
+import pathlib, resource, sys
+from linkcpp.hub.database import open_database
+from linkcpp.common.errors import LinkcppError
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+try:
+    open_database(None, pathlib.Path(sys.argv[1]))
+except LinkcppError as error:
+    print(error.message, error.hint)
+"""
+
+
+def test_a_database_that_has_no_room_is_not_said_to_be_down(tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", _OPEN_WITHOUT_ROOM, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "disk of the hub's data folder is full" in told
+    assert "make room" in told
+    assert "server" not in told
