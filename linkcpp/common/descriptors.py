@@ -19,3 +19,14 @@ def raise_descriptor_limit(wanted: int) -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             soft = limit
     return wanted if soft == resource.RLIM_INFINITY else min(soft, wanted)
+
+
+def is_near_descriptor_limit(descriptor: int, spare: int) -> bool:
+    """Whether this process could open fewer than ``spare`` files more when it got ``descriptor``.
+
+    A new one has the lowest number that is free, so that all below it were in use.
+    """
+    if resource is None:
+        return False
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft != resource.RLIM_INFINITY and descriptor >= soft - spare

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from linkcpp.common.callers import Headers, caller
+from linkcpp.common.descriptors import is_near_descriptor_limit
 from linkcpp.gateway.connection import RelayConnection
 from linkcpp.gateway.frames import LONGEST_REST_BYTES
 from linkcpp.gateway.pairing import Ended, Event, PairingTable, Seat
@@ -22,12 +23,14 @@ class RelayLimits(NamedTuple):
     """Bounds on what strangers and members may take.
 
     A connection is unpaired from its upgrade until its other side is there. A coordinator dials
-    for all of its nodes at once, so that one address may have many.
+    for all of its nodes at once, so that one address may have many. ``spare_descriptors`` of those
+    that the process may have open are left to others.
     """
 
     edges: int = MOST_EDGES_PER_GATEWAY
     unpaired: int = MOST_EDGES_PER_GATEWAY
     unpaired_per_caller: int = 512
+    spare_descriptors: int = 128
 
 
 class RelayCounts(NamedTuple):
@@ -101,7 +104,7 @@ class Relay:
         whose = caller(peer, headers)
         try:
             response = upgrade_response(method, headers)
-            self._check_room(whose)
+            self._check_room(whose, transport.get_extra_info("socket").fileno())
         except UpgradeError as error:
             self._refused[error.code] += 1
             raise
@@ -113,9 +116,13 @@ class Relay:
         transport.set_protocol(connection)
         connection.connection_made(transport)
 
-    def _check_room(self, whose: str) -> None:
+    def _check_room(self, whose: str, descriptor: int) -> None:
         if self._is_stopping:
             raise UpgradeError(503, "stopping", "This gateway stops.")
+        if is_near_descriptor_limit(descriptor, self._limits.spare_descriptors):
+            raise UpgradeError(
+                503, "full", "This gateway has nearly all connections open that its system allows."
+            )
         if len(self._unpaired) >= self._limits.unpaired:
             raise UpgradeError(503, "full", "Too many connections wait for their other side.")
         if self._unpaired_by_caller[whose] >= self._limits.unpaired_per_caller:

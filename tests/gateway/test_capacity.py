@@ -1,10 +1,16 @@
 """One gateway process holds 1,000 idle edges while 200 others are busy."""
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
+import json
+import resource
 
+import httpx
 import psutil
+import pytest
+from websockets.exceptions import InvalidStatus
 from websockets.frames import Opcode
 
 from linkcpp.common.descriptors import raise_descriptor_limit
@@ -75,3 +81,26 @@ async def test_a_thousand_idle_edges_and_two_hundred_busy_ones_fit_in_one_proces
             assert await first.frame() == (Opcode.BINARY, b"so am I")
         for client in itertools.chain(*idle, *busy):
             client.writer.transport.abort()
+
+
+async def test_relayed_connections_leave_descriptors_for_everything_else() -> None:
+    most = 256
+    with gateway_process() as gateway:
+        process = psutil.Process(gateway.process_id)
+        process.rlimit(resource.RLIMIT_NOFILE, (most, most))
+        url = f"http://127.0.0.1:{gateway.port}/v1/health"
+        async with contextlib.AsyncExitStack() as stack:
+            with pytest.raises(InvalidStatus) as refused:
+                for _ in range(most):
+                    await stack.enter_async_context(gateway.dial())
+            answer = refused.value.response
+            assert (answer.status_code, json.loads(answer.body)["code"]) == (503, "full")
+            assert most - process.num_fds() >= 120
+            async with httpx.AsyncClient(trust_env=False) as client:
+                assert (await client.get(url)).status_code == 200
+            for _ in range(most):
+                _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+                stack.callback(writer.transport.abort)
+            assert most - process.num_fds() >= 60
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(url)).status_code == 200
