@@ -66,7 +66,11 @@ def test_a_unit_is_printed_without_a_hub_and_without_the_token() -> None:
 def test_a_second_hub_on_one_data_folder_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "linkcpp.cli.main", "hub", "--data", str(tmp_path / "hub")]
     with subprocess.Popen(
-        [*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [*command, "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
     ) as first:
         assert first.stdout is not None
         assert any("Ctrl-C stops it" in line for line in first.stdout)
