@@ -28,6 +28,7 @@ def serve(folder: Path, database: str | None, host: str, port: int, *, with_gate
     """
     log_as_json()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(only_hub(folder))
         sockets = [stack.enter_context(opened) for opened in listen(host, port)]
         uvloop.run(_serve(folder, database, sockets, host, with_gateway=with_gateway))
 
