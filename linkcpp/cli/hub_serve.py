@@ -8,7 +8,7 @@ from pathlib import Path
 
 import uvloop
 
-from linkcpp.cli.hub_access import data_folder_of, note_address
+from linkcpp.cli.hub_access import data_folder_of, note_address, only_hub
 from linkcpp.cli.output import console, status_console
 from linkcpp.cluster.config import node_url
 from linkcpp.common.logs import log_as_json
