@@ -28,6 +28,8 @@ def hold_folder(folder: Path) -> BinaryIO:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = mark.open("ab")
+        except FileNotFoundError:
+            continue  # it was removed between the two
         except OSError as error:
             raise LinkcppError(
                 f"Cannot write {folder}: {error.strerror}.",

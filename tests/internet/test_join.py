@@ -153,4 +153,3 @@ def test_a_machine_with_a_public_address_is_reached_directly_and_one_behind_nat_
     wan.join(wan.office.name)
     assert wan.way_to(wan.office.name).startswith("direct")
     assert wan.way_to("attic").startswith("relay")
-    wan.leave(wan.office.name)

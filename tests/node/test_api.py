@@ -209,6 +209,7 @@ async def test_the_description_has_every_route_and_its_errors(node: RunningAgent
         ("GET", "/v1/servers/{server_id}/bridge"),
         ("POST", "/v1/echo"),
         ("GET", "/v1/openapi.json"),
+        ("GET", "/metrics"),
         ("POST", "/v1/slices"),
         ("GET", "/v1/slices"),
         ("GET", "/v1/slices/{slice_id}"),

@@ -206,6 +206,8 @@ async def test_a_worker_ends_with_its_lease_and_lives_while_it_is_used_or_renewe
 async def test_a_worker_that_dies_is_told_with_its_reason(
     node: RunningAgent, tmp_path: Path, victim: str
 ) -> None:
+    # Other tests' database may run below this process.
+    before = psutil.Process().children(recursive=True)
     made = await a_worker(node, await send(node, tmp_path, (0, 0, 1)))
     worker_id = made.worker.worker_id
     process = node.agent.workers.get(worker_id).process
@@ -227,7 +229,7 @@ async def test_a_worker_that_dies_is_told_with_its_reason(
     assert ended.detail.startswith((websocket.close_reason or "?")[:100])
     with pytest.raises(NodeRefusedError, match="SIGKILL"):
         await node.client.wait_worker(worker_id)
-    assert psutil.Process().children(recursive=True) == []
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
 
 
 async def test_a_tunnel_comes_back_behind_the_same_port_when_its_link_was_lost(
