@@ -28,9 +28,10 @@ def hold_folder(folder: Path) -> BinaryIO:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = mark.open("ab")
-        except FileNotFoundError:
-            continue  # it was removed between the two
         except OSError as error:
+            is_removed_meanwhile = isinstance(error, FileNotFoundError | FileExistsError)
+            if is_removed_meanwhile and not folder.is_file():
+                continue
             raise LinkcppError(
                 f"Cannot write {folder}: {error.strerror}.",
                 hint="Free some space, or set XDG_CACHE_HOME to a folder that you may write.",
