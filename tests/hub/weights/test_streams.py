@@ -21,6 +21,7 @@ from linkcpp.hub.weights.library import Content, Library
 from linkcpp.model.slices.manifest import Manifest, manifest_path
 from linkcpp.model.slices.model_manifest import ModelManifest
 from tests.hub.weights.serving import SmallHub, add
+from tests.launch.swarm import wait_until
 from tests.model import random_models as drawn
 from tests.model.test_slices import cut
 from tests.support.models import gpt_oss, qwen3moe
@@ -394,4 +395,5 @@ def test_many_read_at_once_and_each_gets_all(hub: SmallHub) -> None:
     for thread in threads:
         thread.join()
     assert found == [expected] * 7
-    assert hub.downloads.running_count == 0
+    # A client has the last byte a moment before the hub has counted the download as ended.
+    wait_until(lambda: hub.downloads.running_count == 0)
