@@ -21,7 +21,6 @@ from linkcpp.hub.weights.library import Content, Library
 from linkcpp.model.slices.manifest import Manifest, manifest_path
 from linkcpp.model.slices.model_manifest import ModelManifest
 from tests.hub.weights.serving import SmallHub, add
-from tests.launch.swarm import wait_until
 from tests.model import random_models as drawn
 from tests.model.test_slices import cut
 from tests.support.models import gpt_oss, qwen3moe
