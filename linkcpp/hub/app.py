@@ -3,19 +3,17 @@
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request, WebSocket
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from linkcpp import __version__
 from linkcpp.common.access import RateLimit
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.api_errors import add_error_answers
 from linkcpp.common.records import ErrorBody
 from linkcpp.hub.access import Access, TokenCheck
 from linkcpp.hub.description import describe
 from linkcpp.hub.edge_routes import add_edge_routes
-from linkcpp.hub.heartbeats import HeartbeatCall, invalid_request
+from linkcpp.hub.heartbeats import HeartbeatCall
 from linkcpp.hub.machine_routes import add_machine_routes
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.roles import METRICS_PATH, OPENAPI_PATH, Caller, allow, check_routes
@@ -90,32 +88,15 @@ def _add_own_routes(app: FastAPI, hub: Hub) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(LinkcppError)
-    async def on_user_error(_: Request, error: LinkcppError) -> JSONResponse:
-        if isinstance(error, HubProblem):
-            return JSONResponse(error.body().model_dump(), error.status)
-        body = ErrorBody(code="refused", message=error.message, hint=error.hint)
-        return JSONResponse(body.model_dump(), 409)
+    @app.exception_handler(HubProblem)
+    async def on_problem(_: Request, problem: HubProblem) -> JSONResponse:
+        return JSONResponse(problem.body().model_dump(), problem.status)
 
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
-        codes = {400: "invalid_request", 404: "unknown_route", 405: "unknown_method"}
-        body = ErrorBody(
-            code=codes.get(error.status_code, "refused"),
-            message=f"{request.method} {request.url.path[:200]}: {error.detail}.",
-            hint="GET /v1/openapi.json describes every call.",
-        )
-        return JSONResponse(body.model_dump(), error.status_code, headers=error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse(invalid_request(error).model_dump(), 422)
-
-    @app.exception_handler(Exception)
-    async def on_defect(_: Request, error: Exception) -> JSONResponse:
-        body = ErrorBody(
+    add_error_answers(
+        app,
+        defect=ErrorBody(
             code="defect",
             message="The hub met a defect of its own.",
             hint="Its log has the details.",
-        )
-        return JSONResponse(body.model_dump(), 500)
+        ),
+    )

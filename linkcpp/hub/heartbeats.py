@@ -1,12 +1,12 @@
 """The call that a thousand nodes make a second: plain ASGI, past the framework of all others."""
 
-from typing import Any, Final
+from typing import Final
 
 from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from linkcpp.common.access import refuse
-from linkcpp.common.records import ErrorBody
+from linkcpp.common.api_errors import invalid_request
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.registrar import Registrar
 from linkcpp.hub.roles import Allowed, Caller
@@ -57,12 +57,3 @@ class HeartbeatCall:
         body = Heartbeat.model_validate_json(message.get("body", b""))
         answer = await self._registrar.heartbeat(caller.node_id, body)
         return answer.model_dump_json().encode() if answer is not None else _NOTHING_NEW
-
-
-def invalid_request(error: Any) -> ErrorBody:
-    """Say what is wrong with the first values of a request, without repeating them."""
-    parts = []
-    for problem in error.errors()[:5]:
-        place = ".".join(str(part) for part in problem["loc"] if part != "body")
-        parts.append(f"{place or 'the body'}: {problem['msg']}")
-    return ErrorBody(code="invalid_request", message=f"Invalid request: {'; '.join(parts)}.")

@@ -5,17 +5,15 @@ import logging
 from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, Path, Query, Request, WebSocket
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from starlette.exceptions import HTTPException
 
 from linkcpp import __version__
 from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.records import Health, NodeRecord
 from linkcpp.cluster.token import canonical_address, health_proof, is_challenge
 from linkcpp.common.access import RateLimit, peer_of, refuse
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.api_errors import add_error_answers
 from linkcpp.common.metrics import METRICS_PATH, metrics_response
 from linkcpp.common.records import ErrorBody
 from linkcpp.edge.acceptor import EdgeAcceptor
@@ -238,38 +236,14 @@ def _add_errors(app: FastAPI) -> None:
     async def on_refusal(_: Request, error: RefusedError) -> JSONResponse:
         return JSONResponse(error.body().model_dump(), error.status)
 
-    @app.exception_handler(LinkcppError)
-    async def on_user_error(_: Request, error: LinkcppError) -> JSONResponse:
-        body = ErrorBody(code="refused", message=error.message, hint=error.hint)
-        return JSONResponse(body.model_dump(), 409)
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
-        codes = {400: "invalid_request", 404: "unknown_route", 405: "unknown_method"}
-        body = ErrorBody(
-            code=codes.get(error.status_code, "refused"),
-            message=f"{request.method} {request.url.path[:200]}: {error.detail}.",
-            hint="GET /v1/openapi.json describes every call.",
-        )
-        return JSONResponse(body.model_dump(), error.status_code, headers=error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        parts = []
-        for problem in error.errors()[:5]:
-            place = ".".join(str(part) for part in problem["loc"][1:])
-            parts.append(f"{place or problem['loc'][0]}: {problem['msg']}")
-        body = ErrorBody(code="invalid_request", message=f"Invalid request: {'; '.join(parts)}.")
-        return JSONResponse(body.model_dump(), 422)
-
-    @app.exception_handler(Exception)
-    async def on_defect(_: Request, error: Exception) -> JSONResponse:
-        body = ErrorBody(
+    add_error_answers(
+        app,
+        defect=ErrorBody(
             code="defect",
             message="The node agent met a defect of its own.",
             hint="Its log on that machine has the details.",
-        )
-        return JSONResponse(body.model_dump(), 500)
+        ),
+    )
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:
