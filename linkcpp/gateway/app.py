@@ -4,9 +4,7 @@ import hmac
 from collections.abc import Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,6 +14,7 @@ from starlette.routing import Route
 
 from linkcpp import __version__
 from linkcpp.common.callers import is_this_machine
+from linkcpp.common.metrics import METRICS_PATH, metrics_response
 from linkcpp.common.records import ErrorBody, WireRecord
 from linkcpp.gateway.relay import Relay
 from linkcpp.registry.relay import RELAY_PATH
@@ -72,8 +71,7 @@ class RelayCollector(Collector):
 
 def create_app(relay: Relay, metrics_token: str) -> Starlette:
     """Make the application; metrics are for this machine itself and for holders of the token."""
-    registry = CollectorRegistry()
-    registry.register(RelayCollector(relay))
+    collector = RelayCollector(relay)
 
     async def health(_: Request) -> Response:
         told = GatewayHealth(version=__version__, gateway_id=relay.gateway_id)
@@ -85,7 +83,7 @@ def create_app(relay: Relay, metrics_token: str) -> Starlette:
         is_known = hmac.compare_digest(shown, f"Bearer {metrics_token}".encode())
         if not is_known and not is_this_machine(peer, request.headers.raw):
             raise HTTPException(401, "Metrics are for this machine, or need the metrics token.")
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return metrics_response(collector.collect())
 
     async def not_upgraded(_: Request) -> Response:
         raise HTTPException(426, "The relay is spoken over a WebSocket.", {"Upgrade": "websocket"})
@@ -93,7 +91,7 @@ def create_app(relay: Relay, metrics_token: str) -> Starlette:
     return Starlette(
         routes=[
             Route("/v1/health", health),
-            Route("/metrics", metrics),
+            Route(METRICS_PATH, metrics),
             Route(RELAY_PATH, not_upgraded),
         ],
         exception_handlers={HTTPException: _refuse},

@@ -19,13 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from linkcpp.cluster.token import tokens_equal
 from linkcpp.common.access import RateLimit, read_body, refuse, replay
 from linkcpp.common.callers import caller as caller_address
+from linkcpp.common.metrics import METRICS_PATH
 from linkcpp.common.serving import MAX_HEAD_BYTES
 from linkcpp.common.text import printable
 from linkcpp.hub.directory import Directory
 from linkcpp.hub.identity import HubIdentity
 from linkcpp.hub.metrics import HubMetrics
 from linkcpp.hub.problems import HINT_JOIN, HubProblem, revoked
-from linkcpp.hub.roles import METRICS_PATH, OPEN_PATHS, Caller
+from linkcpp.hub.roles import OPEN_PATHS, Caller
 from linkcpp.registry.records import Role
 from linkcpp.registry.tickets import NodeClaims, TicketError, verify_node_token
 

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 from linkcpp import __version__
 from linkcpp.common.access import RateLimit
 from linkcpp.common.api_errors import add_error_answers
+from linkcpp.common.metrics import METRICS_PATH
 from linkcpp.common.records import ErrorBody
 from linkcpp.hub.access import Access, TokenCheck
 from linkcpp.hub.description import describe
@@ -16,7 +17,7 @@ from linkcpp.hub.edge_routes import add_edge_routes
 from linkcpp.hub.heartbeats import HeartbeatCall
 from linkcpp.hub.machine_routes import add_machine_routes
 from linkcpp.hub.problems import HubProblem
-from linkcpp.hub.roles import METRICS_PATH, OPENAPI_PATH, Caller, allow, check_routes
+from linkcpp.hub.roles import OPENAPI_PATH, Caller, allow, check_routes
 from linkcpp.hub.service import Hub
 from linkcpp.hub.token_routes import add_token_routes
 from linkcpp.hub.weights.routes import add_weight_routes

@@ -19,7 +19,6 @@ from linkcpp.hub.problems import HubProblem
 from linkcpp.registry.records import Role
 
 HEALTH_PATH: Final = "/v1/health"
-METRICS_PATH: Final = "/metrics"
 OPENAPI_PATH: Final = "/v1/openapi.json"
 OPEN_PATHS: Final = frozenset((HEALTH_PATH, OPENAPI_PATH, "/v1/join", "/v1/tokens"))
 

@@ -184,4 +184,5 @@ async def test_a_client_that_reads_no_events_is_cut_off(hub: RunningHub) -> None
             for _ in range(1000):
                 hub.hub.events.push(node.node_id, event)
             await asyncio.sleep(0)
+    assert hub.hub.events.count == 0
     writer.close()

@@ -295,7 +295,8 @@ async def test_edges_of_killed_coordinators_do_not_keep_the_next_one_out(hub: Ru
         await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
     hub.clock.offset += 61
     await node.client.heartbeat(Heartbeat(sequence=1))
-    await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
+    offer = await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
+    assert offer.peer_node_id == node.node_id
 
 
 async def test_edges_of_a_machine_that_are_asked_for_at_once_are_limited(

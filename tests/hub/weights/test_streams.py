@@ -255,6 +255,7 @@ def test_who_takes_nothing_is_left_and_costs_no_memory(
 def test_a_revoked_machines_download_ends(folder: Path) -> None:
     with SmallHub(folder) as hub:
         connection = begin_download(hub)
+        assert hub.downloads.running_count == 1
         hub.call_in_loop(hub.downloads.end_all_of, "node")
         wait_until(lambda: hub.downloads.running_count == 0)
         connection.close()
