@@ -102,6 +102,9 @@ async def running_agent(
         await serving
 
 
+_LAST_WORDS = "Ctrl-C stops it."
+
+
 class AgentProcess(NamedTuple):
     """``linkcpp node`` as a process; ``output`` is where it prints."""
 
@@ -156,5 +159,7 @@ async def _answers(url: str, process: asyncio.subprocess.Process, output: Path) 
             assert process.returncode is None, f"the agent ended; see {output}"
             with contextlib.suppress(httpx.HTTPError):
                 await http.get(f"{url}/v1/health")
-                return
+                # It answers before it has said all that it says at its start.
+                if _LAST_WORDS in await asyncio.to_thread(output.read_text):
+                    return
             await asyncio.sleep(0.1)
