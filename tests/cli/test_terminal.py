@@ -5,15 +5,22 @@ import os
 import pty
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 
 from linkcpp.__main__ import main
+from linkcpp.cli.verify_report import verification_view
 from linkcpp.cluster.token import create_token
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import state_folder
 from linkcpp.node.selfcheck import Verdict, examine
+from linkcpp.verify.records import PromptReport, TextAgreement, VerifyReport, WorkerReport
+from linkcpp.worker.agreement import Agreement
+from linkcpp.worker.agreement import Verdict as Agreed
 from tests.model import gguf_bytes as raw
 from tests.support.models import llama
 
@@ -218,6 +225,64 @@ def test_a_narrow_terminal_gets_every_column_of_the_nodes() -> None:
     assert "NODE" in ended.stdout
     assert "127.0.0.1:1 " in ended.stdout
     assert "unreachable" in ended.stdout
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_tables_of_verify_have_every_column_in_one_line(width: int) -> None:
+    with (screen := Console(width=width, file=StringIO())).capture() as shown:
+        screen.print(verification_view(_verification()))
+    lines = shown.get().splitlines()
+    assert all(cell_len(line) <= width for line in lines)
+    prompt = next(line for line in lines if "The beg" in line)
+    assert prompt.split()[-9:] == [
+        *("1234", "1022", "of", "1024", "0.0012", "99.87%", "99.87%", "1.2e-07", "equivalent")
+    ]
+    worker = next(line for line in lines if line.endswith(" equivalent ") and "0.99" in line)
+    assert worker.split()[-6:] == ["48", "12288", "0.999931", "0.0012", "1.2e-07", "equivalent"]
+
+
+def _verification() -> VerifyReport:
+    text = TextAgreement(
+        verdict=Agreed.EQUIVALENT,
+        prompt_count=1,
+        position_count=1024,
+        equal_count=1022,
+        largest_difference=0.00123,
+        top1_share=0.9987,
+        top8_share=0.9987,
+        mean_divergence=1.234e-07,
+        largest_divergence=0.01,
+    )
+    rows = Agreement(
+        verdict=Agreed.EQUIVALENT,
+        row_count=12288,
+        least_cosine=0.999931,
+        largest_difference=0.00123,
+        relative_error=1.234e-07,
+    )
+    worker = WorkerReport(
+        name="a-workstation-with-a-long-name",
+        state="ready",
+        verdict=Agreed.EQUIVALENT,
+        against=("worker attic", "worker cellar"),
+        agreement=rows,
+        layer_count=48,
+    )
+    return VerifyReport(
+        name="mix",
+        mode="experts",
+        verdict=Agreed.EQUIVALENT,
+        summary="equivalent within 0.0012",
+        text=text,
+        prompts=(
+            PromptReport(
+                beginning="The beginning of a prompt of 40 letters",
+                prompt_tokens=1234,
+                agreement=text,
+            ),
+        ),
+        workers=(worker,),
+    )
 
 
 def test_a_terminal_that_tells_no_width_gets_an_answer_too() -> None:
