@@ -146,7 +146,7 @@ class Call:
 
     def _drop(self, holder: Holder, why: str) -> None:
         """Do without a holder, and ask others for all that it still owes."""
-        self._swarm.holders.fail(holder, why)
+        self._swarm.holders.fail(holder, why, self._job.layer)
         self._ask_others(holder)
 
     def _ask_others(self, holder: Holder) -> None:

@@ -72,4 +72,9 @@ class FailureLog:
         self.pair_count += len(expert_ids)
         missing = MissingExperts(layer, tuple(sorted(set(expert_ids.tolist()))))
         self.recent.append(missing)
-        _log.error("layer %d: nobody has the experts %s", layer, missing.experts)
+        _log.error(
+            "layer %d: nobody has the experts %s",
+            layer,
+            missing.experts,
+            extra={"layer": layer, "experts": missing.experts},
+        )

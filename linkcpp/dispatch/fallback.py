@@ -56,9 +56,11 @@ class Fallback:
                 data = self._compute.compute(chain, pairs)
         except WireError as error:
             self.failure = error.message
-            _log.error("the fallback failed: %s", error)
+            told = {"worker": "fallback", "layer": pairs.layer, "reason": error.message}
+            _log.error("the fallback failed: %s", error, extra=told)
             return None
         except LinkcppError as error:
-            _log.error("the fallback cannot compute layer %d: %s", pairs.layer, error)
+            told = {"worker": "fallback", "layer": pairs.layer, "reason": error.message}
+            _log.error("the fallback cannot compute layer %d: %s", pairs.layer, error, extra=told)
             return None
         return np.frombuffer(data, np.float32).reshape(len(pairs.expert_ids), chain.output_width)

@@ -152,23 +152,32 @@ class Holders:
                     holder.retry_at = soon
         self._wake.set()
 
-    def fail(self, holder: Holder, why: str) -> None:
-        """Close a link that failed and let the maintenance thread try again."""
+    def fail(self, holder: Holder, why: str, layer: int | None = None) -> None:
+        """Close a link that failed and let the maintenance thread try again.
+
+        ``layer`` is the one whose rows it was asked for.
+        """
         with self._lock:
             if holder.state == LinkState.UP:
-                self._set_back(holder, why)
-                holder.state = LinkState.CONNECTING
+                self._set_back(holder, why, LinkState.CONNECTING, layer)
 
     def refuse(self, holder: Holder, why: str) -> None:
         """Do without a worker whose rows are wrong, for a good while."""
         with self._lock:
             if holder.state == LinkState.UP:
-                self._set_back(holder, why, _REFUSED_SECONDS)
-                holder.state = LinkState.REFUSED
+                self._set_back(holder, why, LinkState.REFUSED, pause_seconds=_REFUSED_SECONDS)
 
-    def _set_back(self, holder: Holder, why: str, pause_seconds: float | None = None) -> None:
-        """Close a link that was open; the caller holds the lock and sets the state."""
+    def _set_back(
+        self,
+        holder: Holder,
+        why: str,
+        state: LinkState,
+        layer: int | None = None,
+        pause_seconds: float | None = None,
+    ) -> None:
+        """Close a link that was open; the caller holds the lock."""
         holder.close()
+        holder.state = state
         holder.is_rechecked = False
         holder.failure_count += 1
         holder.detail = why
@@ -178,7 +187,8 @@ class Holders:
             # It greets well but never answers: it may cost a deadline ever more seldom.
             holder.retry_seconds = min(2 * holder.retry_seconds, _MOST_RETRY_SECONDS)
         holder.retry_at = time.monotonic() + (pause_seconds or holder.retry_seconds)
-        _log.warning("worker %s: %s", holder.address.name, why)
+        told = {"layer": layer, "reason": why}
+        _log.warning("worker %s: %s", holder.address.name, why, extra=_fields(holder) | told)
         self._on_change()
         self._wake.set()
 
@@ -257,7 +267,7 @@ class Holders:
                 if not holder.has_passed(trial):
                     return trial
             holder.state, holder.detail, holder.is_rechecked = LinkState.UP, "", False
-        _log.info("worker %s is up", holder.address.name)
+        _log.info("worker %s is up", holder.address.name, extra=_fields(holder))
         self._on_change()
         return None
 
@@ -280,7 +290,16 @@ class Holders:
             if holder.state != LinkState.CHECKING:
                 return
             is_wrong = isinstance(error, RowsRefusedError)
-            self._set_back(holder, why, _REFUSED_SECONDS if is_wrong else None)
             is_refusal = isinstance(error, LinkcppError)
-            holder.state = LinkState.REFUSED if is_refusal else LinkState.CONNECTING
+            self._set_back(
+                holder,
+                why,
+                LinkState.REFUSED if is_refusal else LinkState.CONNECTING,
+                pause_seconds=_REFUSED_SECONDS if is_wrong else None,
+            )
             self._settled.notify_all()
+
+
+def _fields(holder: Holder) -> dict[str, object]:
+    """Say of whom a line of the log is, for machines that read it."""
+    return {"worker": holder.address.name, "state": holder.state.value}

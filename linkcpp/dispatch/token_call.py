@@ -88,7 +88,7 @@ class TokenCall:
             try:
                 holder.send(pack_token(number, chain_number, job.layer, experts, row))
             except OSError as error:
-                swarm.holders.fail(holder, f"cannot be sent to: {error}")
+                swarm.holders.fail(holder, f"cannot be sent to: {error}", job.layer)
                 return False
             holder.request_count += 1
             self._waiting[number] = holder, positions
@@ -126,7 +126,7 @@ class TokenCall:
                         return self._take_over(result)
                     self._take_frames(holder, result)
             except (OSError, FrameError) as error:
-                self._swarm.holders.fail(holder, f"failed: {error}")
+                self._swarm.holders.fail(holder, f"failed: {error}", self._job.layer)
                 return self._take_over(result)
         return result
 
