@@ -16,9 +16,10 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
 from linkcpp.model.memory import kv_bytes, kv_token_bytes, recurrent_bytes
-from linkcpp.model.presets import expand_preset, load_model, presets
+from linkcpp.model.presets import expand_preset, presets
 from linkcpp.model.records import LayerKind, ModelInventory
 from linkcpp.model.summary import Summary, summarize
+from linkcpp.registry.finding_models import load_model_anywhere
 
 DEFAULT_CONTEXT_TOKENS = 4096
 BAR_CELLS = 24
@@ -61,7 +62,7 @@ def inspect(
             hint="Name a GGUF file, a URL or a preset; `linkcpp inspect --list` shows the presets.",
         )
     with status_console().status("Reading the header…"):
-        inventory = load_model(model)
+        inventory = load_model_anywhere(model)
     if as_json:
         print_json(_as_data(inventory, context, with_tensors=tensors))
         return

@@ -31,6 +31,7 @@ from linkcpp.model.slices.writing import (
     write_backbone,
     write_slice,
 )
+from linkcpp.registry.finding_models import require_here
 
 app = verb()
 _MOST_NAMED = 5
@@ -90,6 +91,7 @@ def slice_model(
             "A backbone has no experts, so none can be chosen.",
             hint="Leave out either --backbone or the layers and experts.",
         )
+    require_here(model, "slice")
     with status_console().status(f"Reading the header of {escape(model)}…"):
         files = open_whole_model(model)
     with files:

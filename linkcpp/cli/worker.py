@@ -17,6 +17,7 @@ from linkcpp.common.units import format_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.model.slices.segments import Segment, describe, parse_segment
 from linkcpp.model.slices.writing import choose_segments, open_whole_model
+from linkcpp.registry.finding_models import require_here
 from linkcpp.worker.process import WorkerConfig, open_slabs, run_worker
 from linkcpp.worker.slabs import experts_by_layer
 
@@ -109,6 +110,7 @@ async def _run(config: WorkerConfig, token_path: Path) -> None:
 
 
 def _segments(model: str, texts: list[str]) -> tuple[Segment, ...]:
+    require_here(model, "worker")
     with open_whole_model(model) as files:
         return choose_segments(files, [parse_segment(text) for text in texts])
 

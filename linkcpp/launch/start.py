@@ -82,7 +82,10 @@ def _model_path(plan: Plan, model: str | None) -> Path | str:
     if path.is_file():
         return path.resolve()
     if model is not None:
-        raise LinkcppError(f"There is no model file {model}.", hint="Name a GGUF with --model.")
+        raise LinkcppError(
+            f"There is no model file {model}.",
+            hint="Name a GGUF with --model; a model of a hub is hub+https://hub.example#model=NAME.",
+        )
     raise LinkcppError(
         f"The plan is for {location}, which is no file on this machine.",
         hint="Name the model's GGUF with --model.",

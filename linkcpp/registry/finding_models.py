@@ -14,6 +14,7 @@ from linkcpp.model.parts import is_url
 from linkcpp.model.presets import load_model
 from linkcpp.model.records import ModelInventory
 from linkcpp.registry.client import joined_client
+from linkcpp.registry.credentials import list_credentials
 from linkcpp.registry.hub_model import HubModel
 from linkcpp.registry.hub_places import HubPlace, may_be_hub_name, parse_hub_location
 from linkcpp.registry.hub_tokens import hub_access
@@ -35,8 +36,10 @@ def load_model_anywhere(text: str, hub_urls: Collection[str] = ()) -> ModelInven
     place = parse_hub_location(text)
     if place is not None:
         return _read_at_hub(place)
-    if not hub_urls or not may_be_hub_name(text) or expand_home(Path(text)).is_file():
+    if not may_be_hub_name(text) or expand_home(Path(text)).is_file():
         return load_model(text)
+    if not hub_urls:
+        return _load_without_hubs(text)
     known: list[str] = []
     for url in hub_urls:
         names = [model.name for model in asyncio.run(hub_models(url))]
@@ -50,6 +53,45 @@ def load_model_anywhere(text: str, hub_urls: Collection[str] = ()) -> ModelInven
         raise LinkcppError(
             f"{error.message} No hub that was named has it.", hint=offered + (error.hint or "")
         ) from error
+
+
+def _load_without_hubs(text: str) -> ModelInventory:
+    try:
+        return load_model(text)
+    except LinkcppError as error:
+        places = [HubPlace(url, text).location for url in _joined_urls()[:_MOST_OFFERED]]
+        if not places:
+            raise
+        at_hub = f"If a hub has it, name it as {' or '.join(places)}"
+        raise LinkcppError(error.message, hint=f"{error.hint or ''} {at_hub}".lstrip()) from error
+
+
+def _joined_urls() -> list[str]:
+    try:
+        return [known.url for known in list_credentials()]
+    except LinkcppError:
+        return []
+
+
+def require_here(text: str, verb: str) -> None:
+    """Refuse a model that a hub has, where a verb reads the weights of all of it.
+
+    Raises:
+        LinkcppError: ``text`` is a hub's location, or a name that only a hub could know.
+    """
+    way_out = "Name its GGUF file."
+    if parse_hub_location(text) is not None:
+        raise LinkcppError(
+            f"`linkcpp {verb}` reads all weights of a model, and a hub gives parts only.",
+            hint=way_out,
+        )
+    could_be_file = text.lower().endswith(".gguf") or expand_home(Path(text)).exists()
+    if may_be_hub_name(text) and not could_be_file:
+        raise LinkcppError(
+            f"There is no file {text}, and the name of a hub's model is not enough: "
+            f"`linkcpp {verb}` reads all weights.",
+            hint=way_out,
+        )
 
 
 def read_inventory_anywhere(location: str) -> ModelInventory:

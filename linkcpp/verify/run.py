@@ -13,7 +13,7 @@ from linkcpp.model.slices.hollow import has_no_experts
 from linkcpp.model.slices.writing import open_whole_model
 from linkcpp.planning.documents import check_plan_model
 from linkcpp.planning.records import Plan, PlanMode
-from linkcpp.registry.finding_models import is_elsewhere
+from linkcpp.registry.finding_models import is_elsewhere, require_here
 from linkcpp.registry.hub_places import parse_hub_location
 from linkcpp.verify.generation import TextServer, compare_prompt
 from linkcpp.verify.records import PromptReport, VerifyOptions, VerifyReport, WorkerReport
@@ -112,7 +112,10 @@ class _Verification:
 
     async def _compare_text(self) -> list[tuple[PromptReport, list[Comparison]]]:
         """Compare all prompts, none where there is no whole model."""
-        location = self._options.model or self._request.model_path
+        location = self._request.model_path
+        if self._options.model is not None:
+            location = self._options.model
+            require_here(location, "verify")
         model = await asyncio.to_thread(whole_model, location, self._plan)
         if model is None:
             place = parse_hub_location(location)

@@ -1,13 +1,20 @@
 """How a hub's model is named in one text."""
 
+import uuid
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
+from linkcpp.registry.credentials import HubCredentials, save_credentials
 from linkcpp.registry.discovering import parse_hub_node_url
+from linkcpp.registry.finding_models import load_model_anywhere, require_here
 from linkcpp.registry.hub_places import HubPlace, parse_hub_location
+from linkcpp.registry.keys import make_keys
 from linkcpp.registry.models import NAME_PATTERN
+from linkcpp.registry.records import NodeToken, Role
 
 
 @given(
@@ -42,3 +49,33 @@ def test_a_malformed_location_is_refused_with_the_right_form(text: str) -> None:
     with pytest.raises(LinkcppError, match="does not name a model of a hub") as raised:
         parse_hub_location(text)
     assert "#model=NAME" in (raised.value.hint or "")
+
+
+@pytest.mark.parametrize("text", ["hub+https://hub.example#model=qwen", "qwen"])
+def test_a_verb_that_reads_all_weights_says_that_a_hub_is_not_enough(text: str) -> None:
+    with pytest.raises(LinkcppError, match="`linkcpp verify` reads all weights") as raised:
+        require_here(text, "verify")
+    assert raised.value.hint == "Name its GGUF file."
+
+
+@pytest.mark.parametrize("text", ["qwen.gguf", "models/qwen", "https://hub.example/m.gguf"])
+def test_what_names_a_file_is_left_to_whoever_opens_it(text: str) -> None:
+    require_here(text, "verify")
+
+
+def test_a_name_that_only_a_hub_may_know_is_told_with_the_hubs_of_this_machine() -> None:
+    with pytest.raises(LinkcppError, match="neither a file nor a known preset") as raised:
+        load_model_anywhere("qwen")
+    assert "hub+" not in (raised.value.hint or "")
+    token = NodeToken(token="t" * 20, role=Role.BACKBONE, expires_at=1e9)
+    save_credentials(
+        HubCredentials(
+            url="https://hub.example",
+            hub_id=NodeId(str(uuid.uuid4())),
+            hub_public_key=make_keys().signing_public,
+            node_token=token,
+        )
+    )
+    with pytest.raises(LinkcppError, match="neither a file nor a known preset") as raised:
+        load_model_anywhere("qwen")
+    assert "hub+https://hub.example#model=qwen" in (raised.value.hint or "")

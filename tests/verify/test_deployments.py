@@ -208,3 +208,5 @@ def test_the_prompts_that_ship_are_many_and_of_any_length() -> None:
     assert min(map(len, prompts)) < 10
     assert max(map(len, prompts)) > 1500
     assert any(ord(max(prompt)) > 0x4E00 for prompt in prompts)
+    refused = swarm.run("verify", "alone", "--model", "a-hubs-name", code=2).stderr
+    assert "Name its GGUF file" in " ".join(refused.split())
