@@ -78,7 +78,7 @@ def gateway(
     one. The log is on stderr, one JSON object a line.
     """
     identity = load_identity(name or load_config().name)
-    credentials = credentials_of(hub, token, identity, plain=plain)
+    credentials = credentials_of(hub, token, identity, roles=(Role.GATEWAY,), plain=plain)
     _check_role(credentials)
     if unit:
         _print_unit()

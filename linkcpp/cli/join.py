@@ -36,6 +36,8 @@ app = verb()
 _LOOPBACK = "127.0.0.1"
 _NEXT_STEPS = {
     Role.BACKBONE: (
+# A gateway joins by its own verb.
+_ROLES = (Role.NODE, Role.BACKBONE, Role.ADMIN)
         "This machine may use the nodes of the hub:",
         "linkcpp discover --hub {url}",
         "linkcpp plan --model MODEL --mode experts --hub {url} -o p.json",
@@ -109,7 +111,13 @@ def join(
         return
     config = load_config()
     identity = load_identity(name or config.name)
-    credentials = credentials_of(url, token, identity, plain=plain)
+    is_for_node = (
+        no_listen
+        or port != DEFAULT_AGENT_PORT
+        or any(option is not None for option in (memory, slices, device, threads, engine, host))
+    )
+    roles = (Role.NODE,) if is_for_node else _ROLES
+    credentials = credentials_of(url, token, identity, roles=roles, plain=plain)
     role = credentials.node_token.role
     if role is not Role.NODE:
         _tell_what_next(credentials)

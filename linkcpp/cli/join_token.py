@@ -15,17 +15,19 @@ from linkcpp.common.paths import expand_home
 from linkcpp.registry.client import join_hub
 from linkcpp.registry.credentials import HubCredentials, load_credentials
 from linkcpp.registry.keys import load_keys
+from linkcpp.registry.records import Role
 
 TOKEN_VARIABLE = "LINKCPP_JOIN_TOKEN"  # noqa: S105 - the name of a variable, no secret
 _LONGEST_TOKEN_BYTES = 4096
 
 
 def credentials_of(
-    url: str, token: str | None, identity: Identity, *, plain: bool
+    url: str, token: str | None, identity: Identity, *, roles: tuple[Role, ...], plain: bool
 ) -> HubCredentials:
     """Exchange a join token where one was given, else use what an earlier one was exchanged for.
 
-    A token that stands in the process list is exchanged, and the command starts anew without it.
+    A token for none of ``roles`` is refused, and keeps its use. One that stands in the process list
+    is exchanged, and the command starts anew without it.
 
     Raises:
         LinkcppError: the hub cannot be reached or does not take the token, or there is none and
@@ -35,7 +37,9 @@ def credentials_of(
     if secret is None:
         return load_credentials(url)
     with status_console().status("joining the hub"):
-        joining = join_hub(url, secret, identity=identity, keys=load_keys(), allow_plain=plain)
+        joining = join_hub(
+            url, secret, identity=identity, keys=load_keys(), roles=roles, allow_plain=plain
+        )
         credentials = asyncio.run(joining)
     if token is not None and is_literal(token):
         restart_without_token()

@@ -3,6 +3,7 @@
 import hashlib
 import secrets
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Engine, delete, func, insert, select, update
@@ -10,11 +11,23 @@ from sqlalchemy.engine import Row
 
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.schema import JOIN_TOKENS
-from linkcpp.registry.records import JoinTokenList, JoinTokenRecord, JoinTokenRequest, NewJoinToken
+from linkcpp.registry.records import (
+    JoinTokenList,
+    JoinTokenRecord,
+    JoinTokenRequest,
+    NewJoinToken,
+    Role,
+)
 
 _PREFIX = "lcj_"
 _MOST_TOKENS = 10_000
 _KEPT_SECONDS = 30 * 86400.0
+_TAKEN_BY = {
+    Role.NODE: "`linkcpp join URL --token -`",
+    Role.BACKBONE: "`linkcpp join URL --token -` without options for nodes",
+    Role.ADMIN: "`linkcpp join URL --token -` without options for nodes",
+    Role.GATEWAY: "`linkcpp gateway --hub URL --token -`",
+}
 
 
 def create_join_token(
@@ -85,6 +98,23 @@ def find_join_token(connection: Connection, token: str, now: float) -> Row[Any]:
     if row.expires_at <= now:
         raise HubProblem(401, "expired_token", "This join token has expired.", hint=hint)
     return row
+
+
+def check_role(role: Role, wanted: Sequence[Role]) -> None:
+    """Refuse a token of ``role`` where other roles are wanted; with none named any role will do.
+
+    Raises:
+        HubProblem: it is for another role.
+    """
+    if not wanted or role in wanted:
+        return
+    raise HubProblem(
+        409,
+        "token_of_other_role",
+        f"This join token is for the role {role}, not {' or '.join(wanted)}; it keeps its use.",
+        hint=f"{_TAKEN_BY[role]} takes it; `linkcpp hub token create --role {wanted[0]}` makes one "
+        f"for the role {wanted[0]}.",
+    )
 
 
 def use_join_token(connection: Connection, row: Row[Any]) -> None:

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, Connection, Engine, Table, insert, select,
 from sqlalchemy.engine import Row
 
 from linkcpp.hub.directory import Machine
-from linkcpp.hub.join_tokens import find_join_token, use_join_token
+from linkcpp.hub.join_tokens import check_role, find_join_token, use_join_token
 from linkcpp.hub.presence import presence
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.schema import MACHINES
@@ -23,9 +23,11 @@ def join(connection: Connection, request: JoinRequest, now: float) -> Machine:
     lost. A machine that was revoked needs a token that was made later.
 
     Raises:
-        HubProblem: the token is not taken, or the id belongs to a machine with other keys.
+        HubProblem: the token is not taken or is for another role, or the id belongs to a machine
+            with other keys.
     """
     token = find_join_token(connection, request.token, now)
+    check_role(Role(token.role), request.roles)
     known = connection.execute(
         select(MACHINES).where(MACHINES.c.node_id == request.node_id)
     ).first()

@@ -12,6 +12,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from linkcpp.cluster.identity import Identity, load_identity
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.request_ids import request_id_headers
 from linkcpp.registry.connection import HubConnection, HubError, Renew
 from linkcpp.registry.credentials import HubCredentials, load_credentials, save_credentials
 from linkcpp.registry.edges import (
@@ -41,6 +42,7 @@ from linkcpp.registry.records import (
     NodeList,
     NodeToken,
     RegisteredNode,
+    Role,
 )
 from linkcpp.registry.relay import RELAY_PATH
 from linkcpp.registry.trust import websocket_url
@@ -125,7 +127,7 @@ class HubClient(HubConnection):
         try:
             connection = await connect(
                 websocket_url(self.url, "/v1/events"),
-                additional_headers={"Authorization": f"Bearer {token}"},
+                additional_headers={"Authorization": f"Bearer {token}", **request_id_headers()},
                 ping_interval=_PING_INTERVAL_SECONDS,
                 ping_timeout=_PING_TIMEOUT_SECONDS,
                 max_size=_LONGEST_EVENT_BYTES,
@@ -214,9 +216,12 @@ async def join_hub(
     *,
     identity: Identity,
     keys: MachineKeys,
+    roles: tuple[Role, ...] = (),
     allow_plain: bool = False,
 ) -> HubCredentials:
     """Exchange a join token for credentials, and keep them.
+
+    A token that is for none of ``roles`` is refused, and keeps its use.
 
     Raises:
         LinkcppError: the hub cannot be reached, does not take the token, or is another one than
@@ -235,7 +240,7 @@ async def join_hub(
                 edge_key=keys.edge_public,
                 time=health.time,
                 nonce=nonce(),
-            )
+            ).model_copy(update={"roles": roles})
         except ValidationError:
             raise LinkcppError(
                 "That is not a join token: it is one line that begins with lcj_.",

@@ -90,7 +90,10 @@ class Proof(WireRecord):
 
 
 class JoinRequest(WireRecord):
-    """Exchange a join token for a node token; the proof covers all that stands here."""
+    """Exchange a join token for a node token; the proof covers all that stands here but ``roles``.
+
+    A token for none of ``roles`` is refused and keeps its use; with none named any role will do.
+    """
 
     token: Token
     node_id: MachineId
@@ -98,6 +101,7 @@ class JoinRequest(WireRecord):
     signing_key: PublicKey
     edge_key: PublicKey
     proof: Proof
+    roles: Annotated[tuple[Role, ...], Field(max_length=len(Role))] = ()
 
 
 class RenewRequest(WireRecord):

@@ -49,8 +49,12 @@ def running(tmp_path: Path) -> Iterator[Running]:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return linkcpp("hub", *words)
+
+
+def linkcpp(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "linkcpp", "hub", *words],
+        [sys.executable, "-m", "linkcpp", *words],
         capture_output=True,
         text=True,
         env=os.environ | {"COLUMNS": "160"},
@@ -59,7 +63,9 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-async def test_a_hub_from_its_first_start_to_a_revoked_machine(running: Running) -> None:
+async def test_a_hub_from_its_first_start_to_a_revoked_machine(
+    running: Running, tmp_path: Path
+) -> None:
     first = running.data / "admin-join-token"
     assert "is a hub and gateway" in running.said[0]
     assert str(first) in running.said[1]
@@ -74,6 +80,17 @@ async def test_a_hub_from_its_first_start_to_a_revoked_machine(running: Running)
     listed = run("token", "list", "--json", *here)
     assert token not in listed.stdout
     assert {one["label"] for one in json.loads(listed.stdout)["tokens"]} == {"attic", "first admin"}
+
+    (tmp_path / "token").write_text(token)
+    for role, file, *words in (
+        ("node", tmp_path / "token", "gateway", "--hub", running.url),
+        ("admin", first, "join", running.url, "--no-listen"),
+    ):
+        refused = linkcpp(*map(str, words), "--token", f"@{file}")
+        assert refused.returncode == 2
+        assert f"is for the role {role}, not" in refused.stderr
+    tokens = json.loads(run("token", "list", "--json", *here).stdout)["tokens"]
+    assert [one["use_count"] for one in tokens] == [0, 0]
 
     identity = Identity(node_id=NodeId(str(uuid.uuid4())), name="attic")
     credentials = await join_hub(running.url, token, identity=identity, keys=make_keys())

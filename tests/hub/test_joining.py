@@ -39,6 +39,28 @@ async def test_many_that_join_at_once_use_a_token_no_more_often_than_allowed(
     assert sorted(one.status_code for one in answers) == [200] * 5 + [401] * 7
 
 
+@pytest.mark.parametrize(
+    ("role", "wanted", "verb"),
+    [
+        (Role.GATEWAY, (Role.NODE, Role.BACKBONE, Role.ADMIN), "linkcpp gateway --hub URL"),
+        (Role.BACKBONE, (Role.NODE,), "linkcpp join URL --token -` without options for nodes"),
+        (Role.NODE, (Role.GATEWAY,), "linkcpp join URL"),
+    ],
+)
+async def test_a_token_of_another_role_is_refused_and_keeps_its_use(
+    hub: RunningHub, role: Role, wanted: tuple[Role, ...], verb: str
+) -> None:
+    token = await hub.join_token(role)
+    body = hub.join_body(token)
+    refused = await hub.join(body.model_copy(update={"roles": wanted}))
+    assert (refused.status_code, code(refused)) == (409, "token_of_other_role")
+    assert f"is for the role {role}, not" in refused.json()["message"]
+    assert verb in refused.json()["hint"]
+    assert f"--role {wanted[0]}`" in refused.json()["hint"]
+    taken = await hub.join(hub.join_body(token).model_copy(update={"roles": (role,)}))
+    assert taken.status_code == 200
+
+
 @pytest.mark.parametrize("how", ["wrong", "expired", "revoked"])
 async def test_a_join_token_that_is_not_valid_lets_nobody_in(hub: RunningHub, how: str) -> None:
     token = await hub.join_token(lifetime_seconds=60)
