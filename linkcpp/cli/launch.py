@@ -1,6 +1,5 @@
 """``linkcpp launch``: from a plan to an API that answers."""
 
-import logging
 import os
 import shlex
 import subprocess
@@ -13,12 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from linkcpp.cli.log_format import LogFormatOption
 from linkcpp.cli.output import console, print_json, status_console
 from linkcpp.cli.plan_files import load_plan
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.addresses import own_addresses
 from linkcpp.cluster.config import load_config, node_url, parse_node_url
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.logs import LOG_FORMAT_VARIABLE, LogFormat, choose_format
 from linkcpp.common.units import format_bytes, parse_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.launch.folder import DeploymentFolder
@@ -42,7 +43,13 @@ _WILDCARDS = ("0.0.0.0", "::")
 # Loopback, and addresses that mean nothing without the name of an interface.
 _ONLY_HERE = ("127.", "::1", "fe80")
 # What a service manager must hand over so that the same folders, token and engine are used.
-_ENVIRONMENT = ("LINKCPP_HOME", "LINKCPP_TOKEN_FILE", "LINKCPP_ENGINE", "LINKCPP_TEMPLATES")
+_ENVIRONMENT = (
+    "LINKCPP_HOME",
+    "LINKCPP_TOKEN_FILE",
+    "LINKCPP_ENGINE",
+    "LINKCPP_TEMPLATES",
+    LOG_FORMAT_VARIABLE,
+)
 
 
 @app.command()
@@ -97,6 +104,7 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print every command and file, and do nothing.")
     ] = False,
+    log_format: LogFormatOption = LogFormat.PLAIN,
     unit: Annotated[
         bool, typer.Option("--systemd-unit", help="Print a unit for this launch, and do nothing.")
     ] = False,
@@ -116,6 +124,7 @@ def launch(
         fallback_bytes=None if fallback_memory is None else parse_bytes(fallback_memory),
         patience_seconds=patience,
     )
+    choose_format(log_format)
     if unit:
         print(_unit(request, plan_file), end="")
     elif dry_run:
@@ -243,10 +252,7 @@ def _addresses_for_others(host: str) -> tuple[str, ...]:
 
 def _run_in_foreground(request: LaunchRequest) -> None:
     with prepared(request) as (folder, _, _):
-        log_to(folder)
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logging.getLogger("linkcpp.launch").addHandler(handler)
+        log_to(folder, attached=True)
         state = run_until_stopped(folder)
         _forget_if_nothing_ran(folder)
     if state.phase is Phase.FAILED:

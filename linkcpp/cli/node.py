@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
-from linkcpp.cli.node_run import check_options, log_for_people, look_at_machine, serve
+from linkcpp.cli.log_format import LogFormatOption
+from linkcpp.cli.node_run import check_options, look_at_machine, serve
 from linkcpp.cli.output import console, status_console
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.limits import usable_cores
 from linkcpp.cluster.token import ensure_token, token_path
+from linkcpp.common.logs import LogFormat, choose_format, log_for_people
 from linkcpp.common.service import systemd_unit
 from linkcpp.common.sockets import listen
 from linkcpp.common.units import parse_bytes
@@ -63,6 +65,7 @@ def node(
     no_mdns: Annotated[
         bool, typer.Option("--no-mdns", help="Do not advertise on the local network.")
     ] = False,
+    log_format: LogFormatOption = LogFormat.PLAIN,
     unit: Annotated[
         bool, typer.Option("--systemd-unit", help="Print a systemd unit that runs this, and end.")
     ] = False,
@@ -96,6 +99,7 @@ def node(
         # Before the checks, which take seconds: these are told at once.
         stack.enter_context(only_agent())
         sockets = [stack.enter_context(opened) for opened in listen(host, port)]
+        choose_format(log_format)
         log_for_people()
         chosen, overhead_bytes = look_at_machine(engine or config.engine)
         check_options(options, chosen, overhead_bytes)

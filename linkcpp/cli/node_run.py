@@ -1,10 +1,8 @@
 """What `linkcpp node` and `linkcpp join` share: a look at the machine, and serving until Ctrl-C."""
 
 import asyncio
-import logging
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,20 +108,6 @@ def _deductions(device: NodeDevice, record: NodeRecord, kept_bytes: int) -> str:
     if device.is_cpu:
         words.append(f"{format_bytes(kept_bytes)} kept for the rpc-server itself")
     return f": {', '.join(words)}" if words else ""
-
-
-def log_for_people() -> None:
-    """Write what happens to stderr, one line each."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.WARNING,
-        format="%(asctime)s  %(message)s",
-        datefmt="%H:%M:%S",
-    )
-    logging.getLogger("linkcpp").setLevel(logging.INFO)
-    # Strangers' malformed requests would fill the log; defects of ours still show.
-    for noisy in ("uvicorn.error", "websockets", "zeroconf", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
 def plain(text: str) -> str:

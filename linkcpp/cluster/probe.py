@@ -24,6 +24,7 @@ from linkcpp.cluster.records import Health, Link, NodeRecord
 from linkcpp.cluster.text import printable_json
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
 from linkcpp.common.records import WireRecord
+from linkcpp.common.request_ids import request_id_headers
 from linkcpp.common.text import printable
 
 # A node that computes with all its cores answers late.
@@ -203,7 +204,9 @@ async def _call(
     query: dict[str, str] | None = None,
     content: bytes | None = None,
 ) -> _Answer:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = request_id_headers()
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
     request = http.build_request(method, url, params=query, headers=headers, content=content)
     async with _sent(http, request) as response:
         # Read before the body: a socket that the peer has closed forgets whose it was.

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jinja2
 
+from linkcpp.common.logs import LOG_FORMAT_VARIABLE
 from linkcpp.common.resources import resource_folder
 from linkcpp.common.systemd import quoted
 
@@ -14,6 +15,7 @@ _VARIABLES = (
     "LINKCPP_HOME",
     "LINKCPP_TOKEN_FILE",
     "LINKCPP_ENGINE",
+    LOG_FORMAT_VARIABLE,
     "SSL_CERT_FILE",
     "XDG_CONFIG_HOME",
     "XDG_STATE_HOME",

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import logging
 import signal
 import socket
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import uvicorn
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.logs import log_as_started
 from linkcpp.common.records import Record
 from linkcpp.dispatch.control import build_control
 from linkcpp.dispatch.device import VirtualDevice
@@ -195,10 +195,10 @@ async def run_dispatch(config: DispatchConfig, announce: Announce) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run from a file with the configuration as JSON (``python -m linkcpp.dispatch``)."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     # What the hot path makes has no cycles; looking for them in the middle of a token costs it.
     gc.set_threshold(200_000, 20, 20)
     try:
+        log_as_started()
         config = DispatchConfig.model_validate(json.loads(Path(arguments[0]).read_bytes()))
         asyncio.run(run_dispatch(config, lambda line: print(line, flush=True)))
     except LinkcppError as error:

@@ -5,10 +5,8 @@ the routes to say (``linkcpp.hub.roles``).
 """
 
 import hashlib
-import itertools
 import logging
 import math
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from time import perf_counter
@@ -20,6 +18,7 @@ from linkcpp.cluster.token import tokens_equal
 from linkcpp.common.access import RateLimit, read_body, refuse, replay
 from linkcpp.common.callers import caller as caller_address
 from linkcpp.common.metrics import METRICS_PATH
+from linkcpp.common.request_ids import begin_request
 from linkcpp.common.serving import MAX_HEAD_BYTES
 from linkcpp.common.text import printable
 from linkcpp.hub.directory import Directory
@@ -122,8 +121,6 @@ class Access:
         self._metrics = metrics
         self._failures = failures
         self._open_calls = open_calls
-        self._run = secrets.token_hex(4)
-        self._numbers = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one, count it, and write its line in the log."""
@@ -131,7 +128,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         started = perf_counter()
-        request_id = f"{self._run}-{next(self._numbers):x}"
+        request_id = begin_request(scope["headers"])
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
 

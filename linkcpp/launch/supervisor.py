@@ -19,6 +19,8 @@ from pathlib import Path
 
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.logs import log_to_handler
+from linkcpp.common.request_ids import begin_request
 from linkcpp.launch.attempt import Attempt
 from linkcpp.launch.decisions import Failure, GiveUp, History, recover
 from linkcpp.launch.events import (
@@ -49,6 +51,7 @@ async def supervise(folder: DeploymentFolder) -> DeploymentState:
     The caller holds the folder's lock. Returns the final state, which is also in the file.
     """
     request = folder.read_request()
+    log.info("calls to nodes and hubs have the request id %s", begin_request())
     journal = Journal(folder, first_state(request, now=time.time()))
     supervisor = identity_of(os.getpid())
     if supervisor is not None:
@@ -175,15 +178,14 @@ async def _supervise_with_signals(folder: DeploymentFolder) -> DeploymentState:
     return await task
 
 
-def log_to(folder: DeploymentFolder) -> None:
-    """Write what the supervisor does to its log file."""
+def log_to(folder: DeploymentFolder, *, attached: bool = False) -> None:
+    """Write what the supervisor does to its log file, and to stderr where it is ``attached``."""
     handler = logging.handlers.RotatingFileHandler(
         folder.supervisor_log, maxBytes=LOG_BYTES, backupCount=1
     )
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("linkcpp")
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG if os.environ.get("LINKCPP_DEBUG") else logging.INFO)
+    log_to_handler(handler)
+    if attached:
+        log_to_handler(logging.StreamHandler(), "%(message)s")
 
 
 def main() -> None:

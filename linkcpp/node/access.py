@@ -23,6 +23,7 @@ MANIFEST_DEADLINE_SECONDS = 120.0
 _STREAMED = re.compile(r"/v1/echo|/v1/slices/[0-9a-f]{32}")
 _MANIFEST = re.compile(r"/v1/slices/[0-9a-f]{32}/manifest")
 
+
 _log = logging.getLogger(__name__)
 
 
@@ -31,6 +32,17 @@ def _is_own_scrape(scope: Scope) -> bool:
     peer = scope["client"][0] if scope.get("client") else ""
     is_metrics = scope["type"] == "http" and scope["path"] == METRICS_PATH
     return is_metrics and is_this_machine(peer, scope["headers"])
+
+
+def is_routine(scope: Scope, status: int) -> bool:
+    """Whether a request comes too often for a line in the log, or from anybody who likes."""
+    method, path = scope.get("method"), scope["path"]
+    if (scope["type"], path) in _OPEN or status in (401, 429):
+        return True  # whom the agent turns away it says itself, at a bounded rate
+    if status >= 400 or scope["type"] == "websocket":
+        return False
+    is_part = method in ("POST", "PUT") and _STREAMED.fullmatch(path) is not None
+    return method == "GET" or is_part or path.endswith("/renew")
 
 
 class AgentTokens:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Protocol
 from fastapi import FastAPI, Path, Query, Request, WebSocket
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
 
 from linkcpp import __version__
 from linkcpp.cluster.identity import Identity
@@ -16,10 +17,11 @@ from linkcpp.common.access import RateLimit, peer_of, refuse
 from linkcpp.common.api_errors import add_error_answers
 from linkcpp.common.metrics import METRICS_PATH, metrics_response
 from linkcpp.common.records import ErrorBody
+from linkcpp.common.request_log import RequestLog
 from linkcpp.edge.acceptor import EdgeAcceptor
 from linkcpp.edge.carrier import AcceptedCarrier
 from linkcpp.engine.pieces import PIECE_BYTES
-from linkcpp.node.access import AccessControl, AgentTokens
+from linkcpp.node.access import AccessControl, AgentTokens, is_routine
 from linkcpp.node.bridge import Bridge
 from linkcpp.node.limits import RefusedError, takes_pieces
 from linkcpp.node.metrics import node_metrics
@@ -63,7 +65,7 @@ class Agent(Protocol):
         ...
 
 
-def create_app(agent: Agent) -> FastAPI:
+def create_app(agent: Agent) -> ASGIApp:
     """Build the ASGI application of an agent."""
     # No documentation pages: they load scripts from elsewhere. The description itself is served.
     app = FastAPI(
@@ -84,7 +86,7 @@ def create_app(agent: Agent) -> FastAPI:
     _add_errors(app)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     app.add_middleware(AccessControl, tokens=agent.tokens, failures=RateLimit())
-    return app
+    return RequestLog(app, is_routine)
 
 
 def _add_node_routes(app: FastAPI, agent: Agent) -> None:

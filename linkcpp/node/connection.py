@@ -17,6 +17,7 @@ from linkcpp.cluster.records import Health
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import ErrorBody, Record
+from linkcpp.common.request_ids import request_id_headers
 from linkcpp.common.sockets import tune_transport
 from linkcpp.common.text import printable
 from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
@@ -123,6 +124,7 @@ class NodeConnection:
             "GET",
             f"{self._base if self._is_proven else self.url}/v1/health",
             params={} if self._is_proven else {"challenge": challenge},
+            headers=request_id_headers(),
         )
         async with self._exchange(request) as response:
             # Before the body: a host that closes after its answer has no address any more.
@@ -168,7 +170,7 @@ class NodeConnection:
         try:
             connection = await connect(
                 urlunsplit((scheme, parts.netloc, parts.path + path, "", "")),
-                additional_headers={"Authorization": f"Bearer {self._token}"},
+                additional_headers=self._headers(),
                 compression=None,
                 proxy=None,
                 open_timeout=self._timeout_seconds,
@@ -186,6 +188,9 @@ class NodeConnection:
         tune_transport(connection.transport)
         return connection
 
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._token}", **request_id_headers()}
+
     async def _ensure_trusted(self) -> None:
         async with self._trusting:
             if not self._is_trusted:
@@ -201,7 +206,7 @@ class NodeConnection:
         timeout_seconds: float | None = None,
     ) -> bytes:
         await self._ensure_trusted()
-        headers = {"Authorization": f"Bearer {self._token}"}
+        headers = self._headers()
         if content is not None:
             headers["Content-Type"] = content_type
         request = self._http.build_request(

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import ErrorBody, WireRecord
+from linkcpp.common.request_ids import request_id_headers
 from linkcpp.common.text import printable
 from linkcpp.registry.records import HubHealth, NodeToken
 from linkcpp.registry.trust import check_hub_url, is_protected, tls_context
@@ -228,6 +229,7 @@ class HubConnection:
         headers: dict[str, str],
         authenticated: bool,
     ) -> httpx.Response:
+        headers |= request_id_headers()
         if content is not None:
             headers["Content-Type"] = "application/json"
         while True:

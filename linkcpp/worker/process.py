@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.logs import log_as_started
 from linkcpp.common.records import Record
 from linkcpp.engine.ops import read_op_table
 from linkcpp.engine.process_spec import ProcessState
@@ -172,6 +173,7 @@ def main(arguments: list[str]) -> int:
     # What the hot path makes has no cycles; looking for them in the middle of a token costs it.
     gc.set_threshold(200_000, 20, 20)
     try:
+        log_as_started()
         config = WorkerConfig.model_validate(json.loads(Path(arguments[0]).read_bytes()))
         asyncio.run(run_worker(config, lambda line: print(line, flush=True)))
     except LinkcppError as error:

@@ -66,6 +66,7 @@ class Exchange:
 
     async def refuse(self, refusal: Refusal) -> None:
         """Answer with an error: by its status, or as an event where the answer has begun."""
+        self._scope["state"]["problem"] = refusal.message
         if not self._has_begun:
             headers = {"Retry-After": "5"} if refusal.status == 503 else {}
             answer = JSONResponse(refusal.body(), refusal.status, headers)

@@ -11,7 +11,6 @@ begins llama-server forgets what it keeps of the prompts (``gate``).
 import asyncio
 import hmac
 import json
-import logging
 import re
 import socket
 import sys
@@ -23,8 +22,10 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.logs import log_as_started
 from linkcpp.common.metrics import metrics_response
 from linkcpp.common.records import Record
+from linkcpp.common.request_log import RequestLog
 from linkcpp.common.serving import BoundedHttpProtocol
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.dispatch.metrics import dispatch_metrics
@@ -112,9 +113,15 @@ class Front:
         await metrics_response(dispatch_metrics(status))(scope, receive, send)
 
     async def _refuse(self, refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["problem"] = refusal.message
         headers = {"Retry-After": "5"} if refusal.status == httpx.codes.SERVICE_UNAVAILABLE else {}
         answer = JSONResponse(refusal.body(), refusal.status, headers)
         await answer(scope, receive, send)
+
+
+def _is_routine(scope: Scope, _: int) -> bool:
+    """Whether a request computes nothing, as those of programs that watch."""
+    return bool(scope["method"] != "POST" or scope["path"] in _WITHOUT_COMPUTING)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -147,7 +154,7 @@ async def run_front(config: FrontConfig) -> None:
     refusals = Refusals(config.control_port, config.control_token)
     server = uvicorn.Server(
         uvicorn.Config(
-            Front(upstream, gate, refusals, key),
+            RequestLog(Front(upstream, gate, refusals, key), _is_routine),
             http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
@@ -178,9 +185,8 @@ async def run_front(config: FrontConfig) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run from a file with the configuration as JSON."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
+        log_as_started()
         config = FrontConfig.model_validate(json.loads(Path(arguments[0]).read_bytes()))
         asyncio.run(run_front(config))
     except LinkcppError as error:
