@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from linkcpp.cli.join_token import credentials_of, without_token
-from linkcpp.cli.node_run import check_options, log_for_people, look_at_machine, serve
+from linkcpp.cli.log_format import LogFormatOption
+from linkcpp.cli.node_run import check_options, look_at_machine, serve
 from linkcpp.cli.output import console
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
@@ -17,6 +18,7 @@ from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.limits import usable_cores
 from linkcpp.cluster.token import load_token, make_challenge
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.logs import LogFormat, choose_format, log_for_people
 from linkcpp.common.service import systemd_unit
 from linkcpp.common.sockets import listen
 from linkcpp.common.units import parse_bytes
@@ -34,10 +36,10 @@ from linkcpp.registry.records import Role
 app = verb()
 
 _LOOPBACK = "127.0.0.1"
-_NEXT_STEPS = {
-    Role.BACKBONE: (
 # A gateway joins by its own verb.
 _ROLES = (Role.NODE, Role.BACKBONE, Role.ADMIN)
+_NEXT_STEPS = {
+    Role.BACKBONE: (
         "This machine may use the nodes of the hub:",
         "linkcpp discover --hub {url}",
         "linkcpp plan --model MODEL --mode experts --hub {url} -o p.json",
@@ -97,6 +99,7 @@ def join(
     plain: Annotated[
         bool, typer.Option("--plain", help="Allow a hub without TLS beyond loopback. Not safe.")
     ] = False,
+    log_format: LogFormatOption = LogFormat.PLAIN,
     unit: Annotated[
         bool, typer.Option("--systemd-unit", help="Print a systemd unit that runs this, and end.")
     ] = False,
@@ -137,6 +140,7 @@ def join(
         own_port = sockets[0].getsockname()[1]
         if not no_listen:
             sockets += [stack.enter_context(opened) for opened in listen(host, port)]
+        choose_format(log_format)
         log_for_people()
         chosen, overhead_bytes = look_at_machine(engine or config.engine)
         check_options(options, chosen, overhead_bytes)
