@@ -13,6 +13,7 @@ from linkcpp.cli.hub_access import (
     JSON_OPTION,
     ask,
     data_folder_of,
+    is_start_of_id,
 )
 from linkcpp.cli.hub_report import print_nodes
 from linkcpp.cli.output import console, print_json
@@ -22,8 +23,6 @@ from linkcpp.common.service import systemd_unit
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.records import NodeList, RegisteredNode
 from linkcpp.registry.trust import DEFAULT_HUB_PORT
-
-_SHORTEST_ID = 8
 
 app = verb(help="Run a hub, or manage one.")
 app.add_typer(hub_tokens.app, name="token")
@@ -145,5 +144,4 @@ def revoke(
 
 def _is_meant(word: str, node: RegisteredNode) -> bool:
     """Whether a person means this machine: by its name, its id, or the start of it."""
-    is_start = len(word) >= _SHORTEST_ID and node.node_id.startswith(word)
-    return word == node.name or is_start
+    return word == node.name or is_start_of_id(word, node.node_id)

@@ -30,6 +30,7 @@ HUB_OPTION = Annotated[
 JSON_OPTION = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 _OPERATOR_SECONDS = 300.0
+_SHORTEST_ID = 8
 _T = TypeVar("_T")
 
 
@@ -54,6 +55,11 @@ def only_hub(folder: Path) -> AbstractContextManager[None]:
 def note_address(folder: Path, url: str) -> None:
     """Keep where the hub listens, for the verbs of its operator."""
     write_atomically(_address_path(folder), url + "\n")
+
+
+def is_start_of_id(word: str, whole_id: str) -> bool:
+    """Whether enough of an id was written to know it by."""
+    return len(word) >= _SHORTEST_ID and whole_id.startswith(word)
 
 
 def ask(

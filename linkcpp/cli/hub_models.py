@@ -1,6 +1,8 @@
 """``linkcpp hub models``: the models whose weights a hub gives to its machines."""
 
+import difflib
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -9,17 +11,24 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from linkcpp.cli.hub_access import DATA_OPTION, JSON_OPTION, data_folder_of
+from linkcpp.cli.hub_access import DATA_OPTION, HUB_OPTION, JSON_OPTION, ask, data_folder_of
 from linkcpp.cli.output import byte_bar, console, print_json, status_console
 from linkcpp.cli.verb import verb
+from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import expand_home
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
+from linkcpp.hub.identity import is_hub_folder
+from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.weights.adding import Addition, add_model, name_for
 from linkcpp.hub.weights.catalogue import Catalogue, check_name, models_folder
 from linkcpp.model.parts import is_url
 from linkcpp.model.web_source import public_url
+from linkcpp.registry.client import HubClient
 from linkcpp.registry.models import ServedModel
+
+# Only so that whoever knows --hub from the verbs beside these is told where to go.
+_ELSEWHERE = Annotated[str | None, typer.Option("--hub", hidden=True)]
 
 app = verb(help="Add, list and remove the models of a hub.", no_args_is_help=True)
 
@@ -39,6 +48,7 @@ def add(
         typer.Option("--copy", help="Copy the files into the data folder, and serve these."),
     ] = False,
     data: DATA_OPTION = None,
+    hub_url: _ELSEWHERE = None,
     as_json: JSON_OPTION = False,
 ) -> None:
     """Hash a model, expert by expert, and serve it from now on; a running hub sees it at once.
@@ -47,6 +57,7 @@ def add(
     take the weights from there, unless they were copied. After an interruption the same command
     goes on where it stopped.
     """
+    catalogue = _catalogue(data or context.obj, hub_url)
     wanted = Addition(
         location=model if is_url(model) else str(expand_home(Path(model))),
         name=check_name(name) if name is not None else name_for(model),
@@ -54,7 +65,7 @@ def add(
         unix_time=time.time(),
     )
     try:
-        entry = add_model(_catalogue(data or context.obj), wanted, byte_bar)
+        entry = add_model(catalogue, wanted, byte_bar)
     except KeyboardInterrupt:
         status_console().print("The same command goes on from here.")
         raise
@@ -66,23 +77,35 @@ def add(
 
 @app.command(name="list")
 def list_models(
-    context: typer.Context, *, data: DATA_OPTION = None, as_json: JSON_OPTION = False
+    context: typer.Context,
+    *,
+    data: DATA_OPTION = None,
+    hub_url: HUB_OPTION = None,
+    as_json: JSON_OPTION = False,
 ) -> None:
     """List the hub's models."""
-    entries = _catalogue(data or context.obj).entries()
-    if as_json:
-        models = [
+    if hub_url is not None:
+        models = ask(HubClient.models, data=None, hub_url=hub_url).models
+        listed = [_public(model) for model in models]
+    else:
+        entries = _catalogue(data or context.obj, None).entries()
+        models = tuple(entry.model for entry in entries)
+        listed = [
             {**_public(entry.model), "paths": [str(file.path) for file in entry.files]}
             for entry in entries
         ]
-        print_json({"models": models})
-        return
-    if not entries:
+    if as_json:
+        print_json({"models": listed})
+    else:
+        _print_models(models)
+
+
+def _print_models(models: Sequence[ServedModel]) -> None:
+    if not models:
         console().print("There are no models. `linkcpp hub models add MODEL.gguf` adds one.")
         return
     table = Table("name", "size", "experts' part", "weights", "added", box=None)
-    for entry in entries:
-        model = entry.model
+    for model in models:
         backbone = sum(part.backbone_bytes for part in model.parts)
         added = datetime.fromtimestamp(model.added_at, UTC).astimezone()
         table.add_row(
@@ -101,14 +124,37 @@ def remove(
     name: Annotated[str, typer.Argument(help="What the hub calls it.")],
     *,
     data: DATA_OPTION = None,
+    hub_url: _ELSEWHERE = None,
 ) -> None:
     """Take a model out of the hub; its own files stay, copies in the data folder are deleted."""
-    _catalogue(data or context.obj).remove(name)
+    catalogue = _catalogue(data or context.obj, hub_url)
+    try:
+        catalogue.remove(name)
+    except HubProblem as problem:
+        if problem.code not in ("unknown_model", "invalid_name"):
+            raise
+        raise _unknown(name, catalogue.names()) from problem
     console().print(f"Removed {escape(printable(name))}.")
 
 
-def _catalogue(data: Path | None) -> Catalogue:
-    return Catalogue(models_folder(data_folder_of(data)))
+def _catalogue(data: Path | None, hub_url: str | None) -> Catalogue:
+    folder = data_folder_of(data)
+    if hub_url is not None or not is_hub_folder(folder):
+        here = f"; {folder} is no hub's data folder" if hub_url is None else ""
+        raise LinkcppError(
+            f"Models are added to a hub and removed on its own machine{here}.",
+            hint="Run the same there without --hub, and with --data FOLDER if the hub has that.",
+        )
+    return Catalogue(models_folder(folder))
+
+
+def _unknown(name: str, names: list[str]) -> LinkcppError:
+    near = difflib.get_close_matches(name, names, n=1)
+    return LinkcppError(
+        f"This hub has no model {printable(name)!r}.",
+        hint=(f"Did you mean {near[0]}? " if near else "")
+        + "`linkcpp hub models list` lists those that it has.",
+    )
 
 
 def _summary(model: ServedModel) -> str:

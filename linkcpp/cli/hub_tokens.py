@@ -1,12 +1,14 @@
 """``linkcpp hub token``: join tokens."""
 
+import difflib
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from linkcpp.cli.hub_access import DATA_OPTION, HUB_OPTION, JSON_OPTION, ask
+from linkcpp.cli.hub_access import DATA_OPTION, HUB_OPTION, JSON_OPTION, ask, is_start_of_id
 from linkcpp.cli.output import console, print_json
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
@@ -88,7 +90,7 @@ def list_all(
 @app.command()
 def revoke(
     context: typer.Context,
-    token_id: Annotated[str, typer.Argument(help="The token's id; `list` shows it.")],
+    token: Annotated[str, typer.Argument(help="The token's id or label; `list` shows them.")],
     *,
     data: DATA_OPTION = None,
     hub_url: HUB_OPTION = None,
@@ -96,10 +98,41 @@ def revoke(
     """Make a join token useless; machines that joined with it stay."""
 
     async def revoked(client: HubClient) -> None:
-        await client.revoke_join_token(token_id)
+        tokens = (await client.join_tokens()).tokens
+        await client.revoke_join_token(meant_token(token, tokens).token_id)
 
     ask(revoked, data=data or context.obj, hub_url=hub_url)
     console().print("The join token is revoked.")
+
+
+def meant_token(word: str, tokens: Sequence[JoinTokenRecord]) -> JoinTokenRecord:
+    """Find the token that a person means: by its label, its id, or the start of it.
+
+    Raises:
+        LinkcppError: it is none of these, or several are.
+    """
+    found = [
+        one
+        for one in tokens
+        if one.token_id == word
+        or (
+            not one.is_revoked
+            and word
+            and (one.label == word or is_start_of_id(word, one.token_id))
+        )
+    ]
+    if len(found) == 1:
+        return found[0]
+    many = "Several join tokens have" if found else "No join token that may still be used has"
+    # Whoever pasted the secret itself need not find it on the screen once more.
+    shown = "that id" if word.startswith("lcj_") else f"the id or label {word!r}"
+    labels = {one.label for one in tokens if one.label and not one.is_revoked}
+    near = [] if found else difflib.get_close_matches(word, labels, n=1)
+    raise LinkcppError(
+        f"{many} {shown}.",
+        hint=(f"Did you mean {near[0]}? " if near else "")
+        + "`linkcpp hub token list` lists them with their ids.",
+    )
 
 
 def parse_lifetime(text: str) -> float:

@@ -20,6 +20,7 @@ from linkcpp.registry.records import NodeToken, Role
 from linkcpp.registry.secret_file import SECRET_MODE, read_secret
 from linkcpp.registry.tickets import HubKey, NodeClaims, sign_node_token
 
+_FILE_NAME = "identity.json"
 _METRICS_TOKEN = "metrics-token"  # noqa: S105 - a file's name
 
 
@@ -61,13 +62,21 @@ class HubIdentity(NamedTuple):
         return NodeToken(token=token, role=role, expires_at=claims.exp)
 
 
+def is_hub_folder(data: Path) -> bool:
+    """Whether a hub keeps its data in this folder."""
+    try:
+        return (data / _FILE_NAME).exists()
+    except OSError:  # of another user
+        return False
+
+
 def load_hub_identity(data: Path, *, create: bool = False) -> HubIdentity:
     """Read the identity in a hub's data folder; ``create`` makes it where there is none.
 
     Raises:
         LinkcppError: there is none, or its file cannot be used.
     """
-    path = data / "identity.json"
+    path = data / _FILE_NAME
     if create and not path.exists():
         made = _IdentityFile.model_validate(
             {
@@ -78,7 +87,7 @@ def load_hub_identity(data: Path, *, create: bool = False) -> HubIdentity:
         write_once(path, made.model_dump_json(indent=2) + "\n", mode=SECRET_MODE)
     if create:
         write_once(data / _METRICS_TOKEN, secrets.token_urlsafe(32) + "\n", mode=SECRET_MODE)
-    if not path.exists():
+    if not is_hub_folder(data):
         raise LinkcppError(
             f"{data} is not the data folder of a hub.",
             hint="`linkcpp hub --data FOLDER` makes one; name the same folder here.",

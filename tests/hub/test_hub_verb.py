@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from linkcpp.cli.hub_tokens import parse_lifetime
+from linkcpp.cli.hub_tokens import meant_token, parse_lifetime
 from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
 from linkcpp.registry.client import HubClient, join_hub
 from linkcpp.registry.edges import GatewayList
 from linkcpp.registry.keys import make_keys
-from linkcpp.registry.records import Role
+from linkcpp.registry.records import JoinTokenRecord, Role
 
 
 class Running:
@@ -126,6 +126,38 @@ async def test_the_hubs_own_gateway_is_where_the_hub_is_for_whoever_asks(running
     (own,) = told.gateways
     assert own.url == running.url.replace("http", "ws") + "/v1/relay"
     assert own.is_online
+
+
+@pytest.mark.parametrize(
+    ("word", "error", "way_out"),
+    [
+        ("nosuch", "No join token that may still be used has the id or label 'nosuch'", "list`"),
+        ("atic", "the id or label 'atic'", "Did you mean attic? "),
+        ("lcj_secret", "has that id", "`linkcpp hub token list`"),
+        ("cellar", "Several join tokens have", "with their ids"),
+    ],
+)
+def test_a_token_that_is_not_there_is_told_with_the_way_out(
+    word: str, error: str, way_out: str
+) -> None:
+    tokens = [_token("attic"), _token("cellar"), _token("cellar"), _token("")]
+    with pytest.raises(LinkcppError, match=error) as raised:
+        meant_token(word, tokens)
+    assert way_out in (raised.value.hint or "")
+
+
+def test_a_token_is_known_by_its_label_or_the_start_of_its_id() -> None:
+    attic, other = _token("attic"), _token("")
+    for word in ("attic", attic.token_id, attic.token_id[:8]):
+        assert meant_token(word, [other, attic]) == attic
+
+
+def _token(label: str) -> JoinTokenRecord:
+    fields = {"created_at": 1, "expires_at": 2, "use_limit": 1, "use_count": 0}
+    return JoinTokenRecord.model_validate(
+        {"token_id": str(uuid.uuid4()), "role": Role.NODE, "label": label, "is_revoked": False}
+        | fields
+    )
 
 
 def test_a_password_on_the_command_line_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.hub.identity import load_hub_identity
 from linkcpp.hub.weights.adding import Addition, add_model, name_for
 from linkcpp.hub.weights.catalogue import Catalogue, Entry
 from linkcpp.hub.weights.library import Library
@@ -303,7 +304,14 @@ def hub_models(data: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def refused_verb(data: Path, *words: str) -> str:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        hub_models(data, *words)
+    return str(refused.value.stderr)
+
+
 def test_the_verb_adds_lists_and_removes(web: Server, tmp_path: Path) -> None:
+    load_hub_identity(tmp_path, create=True)
     web.files["/m.gguf"] = qwen3moe().read_bytes()
     hub_models(tmp_path, "add", str(qwen3moe()), "--name", "tiny")
     hub_models(tmp_path, "add", f"{web.url}/m.gguf?key=s3cret")
@@ -314,14 +322,31 @@ def test_the_verb_adds_lists_and_removes(web: Server, tmp_path: Path) -> None:
     assert models["m"]["has_weights"] is False
     assert "s3cret" not in listed
     assert "from the web" in hub_models(tmp_path, "list").stdout
+    unknown = refused_verb(tmp_path, "remove", "tinny")
+    assert "This hub has no model 'tinny'" in unknown
+    assert "Did you mean tiny? `linkcpp hub models list`" in unknown
     hub_models(tmp_path, "remove", "tiny")
     assert "tiny" not in hub_models(tmp_path, "list").stdout
     assert qwen3moe().exists()
 
 
+@pytest.mark.parametrize("words", [(), ("--hub", "https://hub.example")])
+def test_models_are_managed_on_the_hubs_machine_only(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    if words:
+        load_hub_identity(tmp_path, create=True)
+    for verb_words in (("add", str(qwen3moe())), ("remove", "tiny")):
+        refused = refused_verb(tmp_path, *verb_words, *words)
+        assert "on its own machine" in refused
+        assert "Run the same there" in refused
+    assert not (tmp_path / "models").exists()
+
+
 def test_ctrl_c_at_the_verb_ends_it_at_once_though_the_web_does_not_answer(
     web: Server, tmp_path: Path
 ) -> None:
+    load_hub_identity(tmp_path, create=True)
     content = qwen3moe().read_bytes()
     web.files["/m.gguf"] = content
     waiting, go_on = threading.Event(), threading.Event()
