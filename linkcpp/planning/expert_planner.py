@@ -29,6 +29,7 @@ from linkcpp.planning.records import (
 )
 from linkcpp.planning.routing_counts import RoutingCounts
 
+ONLY_MODE = "no other mode was considered"
 OBJECTIVE = (
     "time of one decoded token, one sequence: memory read / memory speed of the backbone, and "
     f"layer after layer {DISPATCH_MS} ms of dispatch and the slowest holder of its experts (round "
@@ -53,7 +54,7 @@ def plan_experts(
     options: PlanOptions,
     counts: RoutingCounts | None = None,
     *,
-    reason: str = "mode experts was asked for",
+    reason: str = ONLY_MODE,
 ) -> Plan | None:
     """Return the fastest plan, or ``None`` if nothing fits.
 

@@ -8,7 +8,7 @@ from linkcpp.model.records import ModelInventory
 from linkcpp.planning.backbone import is_expert_layer
 from linkcpp.planning.costs import Costs, loads_next_token_blocks, pipelines_remote_devices
 from linkcpp.planning.engines import planned_engine
-from linkcpp.planning.expert_planner import can_plan_experts, plan_experts
+from linkcpp.planning.expert_planner import ONLY_MODE, can_plan_experts, plan_experts
 from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers, usable_nodes
 from linkcpp.planning.placing import Held, Placement, place
 from linkcpp.planning.records import (
@@ -263,7 +263,7 @@ def _reason(
 ) -> str:
     times = {kind: placement.token_ms for kind, placement in candidates}
     if options.mode is not PlanMode.AUTO:
-        return f"mode {mode} was asked for; this is its fastest placement"
+        return f"{ONLY_MODE}, and this is its fastest placement"
     if len(times) > 1:
         return (
             f"on the coordinator alone a token takes {times[PlanMode.SINGLE]:.2f} ms, spread over "

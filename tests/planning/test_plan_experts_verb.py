@@ -42,7 +42,7 @@ def test_it_shows_shares_round_trips_and_bytes(saved_nodes: Path, tmp_path: Path
         "assumed 8GB cpu 1.20",
         "48 round trips",
         "to the holders and",
-        "every expert has 2 holders",
+        "Mode experts: no other mode was considered; every expert has 2 holders",
         "ms a token",
     ):
         assert told in result.stdout
