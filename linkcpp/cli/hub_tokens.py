@@ -111,22 +111,17 @@ def meant_token(word: str, tokens: Sequence[JoinTokenRecord]) -> JoinTokenRecord
     Raises:
         LinkcppError: it is none of these, or several are.
     """
-    found = [
-        one
-        for one in tokens
-        if one.token_id == word
-        or (
-            not one.is_revoked
-            and word
-            and (one.label == word or is_start_of_id(word, one.token_id))
-        )
+    whole = [one for one in tokens if one.token_id == word]
+    valid = [one for one in tokens if not one.is_revoked]
+    found = whole or [
+        one for one in valid if (word and one.label == word) or is_start_of_id(word, one.token_id)
     ]
     if len(found) == 1:
         return found[0]
     many = "Several join tokens have" if found else "No join token that may still be used has"
     # Whoever pasted the secret itself need not find it on the screen once more.
     shown = "that id" if word.startswith("lcj_") else f"the id or label {word!r}"
-    labels = {one.label for one in tokens if one.label and not one.is_revoked}
+    labels = {one.label for one in valid if one.label}
     near = [] if found else difflib.get_close_matches(word, labels, n=1)
     raise LinkcppError(
         f"{many} {shown}.",
