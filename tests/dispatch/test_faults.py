@@ -1,6 +1,7 @@
 """Workers that die, stall, lie or are missing: llama-server never notices."""
 
 import contextlib
+import json
 import signal
 import socket
 import threading
@@ -91,7 +92,10 @@ def faults(stock_engine: EngineLocation, tmp_path: Path) -> Iterator[Faults]:
         yield Faults(stock_engine, tmp_path, stack)
 
 
-def test_a_worker_killed_between_tokens_changes_nothing_with_a_replica(faults: Faults) -> None:
+def test_a_worker_killed_between_tokens_changes_nothing_with_a_replica(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINKCPP_LOG_FORMAT", "json")
     first, second = faults.worker("a"), faults.worker("b")
     device, server = faults.serve([worker_entry("a", first), worker_entry("b", second)])
     answer = faults.complete_while(device, server, first.process.kill)
@@ -99,6 +103,15 @@ def test_a_worker_killed_between_tokens_changes_nothing_with_a_replica(faults: F
     status = device.wait_until("s['workers'][0]['state'] != 'up'")
     assert status["workers"][0]["failure_count"] == 1
     assert status["failed_pair_count"] == 0
+    lines = device.running.log.read_text().splitlines()
+    logged = [json.loads(line) for line in lines if line.startswith("{")]
+    came = {line["worker"] for line in logged if line.get("state") == "up"}
+    assert came == {"a", "b"}
+    warned = [line for line in logged if line["level"] == "warning"]
+    left = next(line for line in reversed(warned) if line["worker"] == "a")
+    assert left["state"] == "connecting"
+    assert left["layer"] in expert_counts(faults.model)
+    assert left["reason"] in left["message"]
 
 
 def test_a_worker_killed_between_tokens_changes_nothing_with_the_fallback(faults: Faults) -> None:

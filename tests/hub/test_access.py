@@ -174,10 +174,16 @@ async def test_every_answer_has_a_request_id_that_the_log_has_too(
     hub: RunningHub, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "linkcpp")
-    response = await hub.http.get("/v1/nodes")
+    sent = (None, "launch-7f", "two\tcolumns", "x" * 65)
+    headers = [{"X-Request-ID": request_id} if request_id else {} for request_id in sent]
+    answers = [await hub.http.get("/v1/nodes", headers=each) for each in headers]
     logged = [one for one in caplog.records if getattr(one, "path", None) == "/v1/nodes"]
-    assert [one.request_id for one in logged] == [response.headers["X-Request-Id"]]
+    told = [answer.headers["X-Request-Id"] for answer in answers]
+    assert [one.request_id for one in logged] == told
     assert logged[0].status == 401
+    # The caller's own is kept where it fits; all others are new ones.
+    assert told[1] == "launch-7f"
+    assert len({*told, *sent}) == 2 * len(sent) - 1
 
 
 async def test_no_token_is_logged(hub: RunningHub, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from linkcpp.common.logs import REQUEST_LOGGER, JsonFormatter
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.launch.experts.front import FrontConfig, run_front
 
@@ -140,6 +142,10 @@ async def test_events_come_one_by_one(front: Front) -> None:
         assert [piece async for piece in pieces] == []
 
 
+def requests_in(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == REQUEST_LOGGER]
+
+
 async def test_a_client_that_goes_away_ends_the_request_at_llama_server(front: Front) -> None:
     client, engine = front
     async with client.stream("POST", "/stream", json={}) as answer:
@@ -147,20 +153,29 @@ async def test_a_client_that_goes_away_ends_the_request_at_llama_server(front: F
     assert await asyncio.wait_for(engine.aborted.wait(), 20)
 
 
-async def test_a_failed_request_is_a_503_that_names_the_experts(front: Front) -> None:
+async def test_a_failed_request_is_a_503_that_names_the_experts(
+    front: Front, caplog: pytest.LogCaptureFixture
+) -> None:
     client, engine = front
-    answer = await client.post("/fail", json={})
+    caplog.set_level("INFO", "linkcpp")
+    answer = await client.post("/fail", json={"prompt": "geheim"}, headers={"X-Request-ID": "r-1"})
     assert answer.status_code == 503
     error = answer.json()["error"]
     assert error["missing_experts"] == [{"layer": 3, "experts": [4, 5, 9]}]
     assert "4-5,9 of layer 3" in error["message"]
     assert answer.headers["retry-after"]
+    assert answer.headers["x-request-id"] == "r-1"
+    (line,) = [json.loads(JsonFormatter().format(one)) for one in requests_in(caplog)]
+    assert (line["level"], line["status"], line["request_id"]) == ("warning", 503, "r-1")
+    assert line["problem"] == error["message"]
+    assert line["ms"] > 0
+    assert "geheim" not in caplog.text
     await until(lambda: len(engine.erased) == 2)
     assert engine.erased == ["/slots/0?action=erase", "/slots/1?action=erase"]
 
 
 async def test_a_stream_that_fails_ends_with_an_error_and_without_the_wrong_words(
-    front: Front,
+    front: Front, caplog: pytest.LogCaptureFixture
 ) -> None:
     client, engine = front
     async with client.stream("POST", "/stream", json={}) as answer:
@@ -173,6 +188,8 @@ async def test_a_stream_that_fails_ends_with_an_error_and_without_the_wrong_word
     assert b"two" not in rest
     event = json.loads(rest.removeprefix(b"data: "))
     assert event["error"]["code"] == 503
+    await until(lambda: bool(requests_in(caplog)))
+    assert "layer 3" in vars(requests_in(caplog)[0])["problem"]
     assert rest.endswith(b"\n\n")
 
 

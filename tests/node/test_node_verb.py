@@ -1,6 +1,7 @@
 """``linkcpp node`` as a person meets it."""
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.request_ids import begin_request
 from linkcpp.common.service import systemd_unit
 from linkcpp.common.sockets import listen
 from linkcpp.engine.records import EngineLocation
@@ -160,11 +162,13 @@ async def test_a_second_node_with_the_folder_of_a_running_one_is_refused(
     assert "A node runs already with the state folder" in done.stderr
 
 
-async def test_an_owner_bounds_the_threads_whatever_is_asked_for(
+async def test_an_owner_bounds_the_threads_and_reads_in_json_who_asked_for_what(
     stock_engine: EngineLocation, tmp_path: Path
 ) -> None:
+    begin_request([(b"x-request-id", b"of-this-test")])
+    options = ("--threads", "1", "--log-format", "json")
     async with (
-        agent_process(stock_engine, tmp_path / "node", "--threads", "1") as agent,
+        agent_process(stock_engine, tmp_path / "node", *options) as agent,
         NodeClient(agent.url, agent.token) as client,
     ):
         request = ServerRequest(deployment="d", device="CPU", memory_bytes=2**26, threads=64)
@@ -175,3 +179,11 @@ async def test_an_owner_bounds_the_threads_whatever_is_asked_for(
         )
         assert rpc_server[rpc_server.index("-t") + 1] == "1"
         await client.delete(server.server_id)
+        await client.servers()  # by its answer the line of the call before is written
+        said = await asyncio.to_thread(agent.output.read_text)
+    logged = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert {line["request_id"] for line in logged} == {"of-this-test"}
+    assert any("starts an rpc-server" in line["message"] for line in logged)
+    requests = [(one["method"], one["status"]) for one in logged if one["message"] == "request"]
+    assert requests == [("POST", 201), ("DELETE", 204)]
+    assert agent.token not in said

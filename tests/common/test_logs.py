@@ -1,0 +1,69 @@
+"""How logs are written is one choice, and in both ways a line tells of one thing."""
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.logs import LOG_FORMAT_VARIABLE, REQUEST_LOGGER, log_to_handler
+from linkcpp.common.request_ids import begin_request, current_request_id, request_id_headers
+
+REQUEST = {"method": "GET", "path": "/x", "status": 503, "ms": 1.5, "request_id": "r"}
+
+
+@pytest.fixture
+def written() -> Iterator[io.StringIO]:
+    """What is written to a log; afterwards nothing is logged there any more."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    log_to_handler(handler, "%(levelname)s %(message)s")
+    yield stream
+    logging.getLogger("linkcpp").removeHandler(handler)
+
+
+def test_for_people_a_request_is_told_in_words(written: io.StringIO) -> None:
+    log = logging.getLogger(REQUEST_LOGGER)
+    log.info("request", extra=REQUEST)
+    log.warning("request", extra={**REQUEST, "problem": "100% gone"})
+    assert written.getvalue().splitlines() == [
+        "INFO GET /x: 503 in 1.5 ms, id r",
+        "WARNING GET /x: 503 in 1.5 ms, id r: 100% gone",
+    ]
+
+
+async def test_what_follows_from_a_request_has_its_id_in_log_and_calls() -> None:
+    assert request_id_headers() == {}
+    assert begin_request([(b"host", b"x"), (b"x-request-id", b"a.B-9:_/+=@")]) == "a.B-9:_/+=@"
+    assert request_id_headers() == {"X-Request-ID": "a.B-9:_/+=@"}
+    assert await asyncio.to_thread(current_request_id) == "a.B-9:_/+=@"
+    twice = [(b"x-request-id", b"a"), (b"x-request-id", b"b")]
+    made = {begin_request(headers) for headers in (twice, [(b"x-request-id", b"a\nb")], ())}
+    assert len(made) == 3
+    assert not made & {"a", "b", "a\nb"}
+
+
+async def test_json_is_an_object_a_line_whatever_is_logged(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv(LOG_FORMAT_VARIABLE, "json")
+    written = request.getfixturevalue("written")
+    begin_request([(b"x-request-id", b"r")])
+    logging.getLogger("linkcpp.node").info("two\nlines\x1b[2J", extra={"worker": "attic"})
+    (line,) = written.getvalue().splitlines()
+    assert "\x1b" not in line
+    told = json.loads(line)
+    del told["time"]
+    assert told == {
+        "level": "info", "logger": "linkcpp.node", "message": "two\nlines\x1b[2J",
+        "request_id": "r", "worker": "attic",
+    }  # fmt: skip
+
+
+def test_a_format_that_is_none_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOG_FORMAT_VARIABLE, "xml")
+    with pytest.raises(LinkcppError, match="'xml', which is no format"):
+        log_to_handler(logging.NullHandler())
