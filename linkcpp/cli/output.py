@@ -1,6 +1,7 @@
 """How verbs print: tables and progress for people, JSON for programs."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -16,6 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+_ID_IN_BRACKETS = re.compile(r" \([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\)")
 
 
 class _DataConsole(Console):
@@ -58,6 +61,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+def without_ids(text: str) -> str:
+    """Leave out the machine ids in brackets that stand behind names: they are for programs."""
+    return _ID_IN_BRACKETS.sub("", text)
 
 
 def window_text(first_layer: int, layer_count: int, *, holds_output: bool) -> str:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from linkcpp.cli.output import console, print_json, window_text
+from linkcpp.cli.output import console, print_json, window_text, without_ids
 from linkcpp.cli.plan_files import save_counts
 from linkcpp.cli.status_experts import experts_view
 from linkcpp.cli.verb import verb
@@ -81,7 +81,7 @@ def status(
         plain = [_plain(report, counters.get(report.name)) for report in reports]
         print_json(plain[0] if name is not None else plain)
         return
-    console().print(_view(reports))
+    console().print(status_view(reports))
     if name is None and (ended := len(all_deployments()) - len(reports)):
         console().print(f"[dim]{ended} more ended earlier: linkcpp status --all[/]")
     for deployment, values in counters.items():
@@ -133,14 +133,15 @@ async def _ask_metrics(url: str, api_key_file: str | None) -> dict[str, float]:
 
 
 def _watch(name: str | None, *, every: bool) -> None:
-    first = _view(_reports(name, every=every))
+    first = status_view(_reports(name, every=every))
     with Live(first, console=console(), auto_refresh=False) as live:
         while True:
             time.sleep(1.0)
-            live.update(_view(_reports(name, every=every)), refresh=True)
+            live.update(status_view(_reports(name, every=every)), refresh=True)
 
 
-def _view(reports: list[DeploymentReport]) -> RenderableType:
+def status_view(reports: list[DeploymentReport]) -> RenderableType:
+    """Lay deployments out for people."""
     if not reports:
         return "There is no deployment. `linkcpp launch PLAN` makes one."
     return Group(*(part for report in reports for part in _report_view(report)))
@@ -158,7 +159,9 @@ def _report_view(report: DeploymentReport) -> list[RenderableType]:
         head += f": {state.phase.value.replace('_', ' ')}"
     experts = experts_view(state.experts) if state.experts else []
     ways = [
-        f"  {escape(stage.node_name)} by {escape(stage.way)}" for stage in state.stages if stage.way
+        f"  {escape(stage.node_name)} by {escape(without_ids(stage.way))}"
+        for stage in state.stages
+        if stage.way
     ]
     return [head, *_explanation(report), _facts(state), _stage_table(state), *ways, *experts]
 

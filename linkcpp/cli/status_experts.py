@@ -4,6 +4,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from linkcpp.cli.output import without_ids
 from linkcpp.common.units import format_bytes
 from linkcpp.launch.experts.records import UNCHECKED, ExpertsState, WorkerPhase, WorkerState
 
@@ -23,7 +24,7 @@ def experts_view(experts: ExpertsState) -> list[RenderableType]:
         if (why := _why_not(worker))
     ]
     ways = [
-        f"  {escape(worker.node_name)} by {escape(worker.way)}"
+        f"  {escape(worker.node_name)} by {escape(without_ids(worker.way))}"
         for worker in experts.workers
         if worker.way
     ]

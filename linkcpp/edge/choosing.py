@@ -23,15 +23,18 @@ class PathKind(StrEnum):
 
 
 class Path(NamedTuple):
-    """One way to the peer; ``gateway_id`` names the relay."""
+    """One way to the peer; a relay has its gateway's id, and its name where the hub told it."""
 
     kind: PathKind
     gateway_id: str | None = None
+    gateway_name: str | None = None
 
     def __str__(self) -> str:
         if self.kind is PathKind.DIRECT:
             return "direct"
-        return f"relay through gateway {self.gateway_id}"
+        if self.gateway_name is None:
+            return f"relay through gateway {self.gateway_id}"
+        return f"relay through {self.gateway_name} ({self.gateway_id})"
 
 
 class Choice(NamedTuple):

@@ -33,7 +33,8 @@ def relay_ways(offer: EdgeOffer) -> tuple[Way, ...]:
     """Return the relay's address, if the offer has one."""
     if offer.relay_url is None:
         return ()
-    return (Way(Path(PathKind.RELAY, offer.gateway_id), offer.relay_url),)
+    path = Path(PathKind.RELAY, offer.gateway_id, offer.gateway_name)
+    return (Way(path, offer.relay_url),)
 
 
 async def open_link(

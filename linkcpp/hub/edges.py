@@ -254,6 +254,7 @@ class Edges:
         me, peer = self._sides(edge, role)
         expires_at = self._clock() + EDGE_TICKET_SECONDS
         gateway = self._directory.gateways.get(edge.gateway_id or "")
+        machine = self._directory.machines.get(edge.gateway_id or "")
         claims: dict[str, Any] = {
             "iss": self._identity.hub_id,
             "sub": me.node_id,
@@ -266,6 +267,7 @@ class Edges:
             "edge_id": edge.edge_id,
             "role": role,
             "gateway_id": edge.gateway_id,
+            "gateway_name": machine.name if machine else None,
             "relay_url": (gateway.url or None) if gateway else None,
             "ticket": sign_edge_ticket(self._identity.signing, EdgeClaims.model_validate(claims)),
             "peer_node_id": peer.node_id,

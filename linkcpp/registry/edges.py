@@ -17,6 +17,7 @@ from linkcpp.registry.fields import (
     MOST_GATEWAYS,
     EdgeId,
     MachineId,
+    Name,
     PublicKey,
     RttsByGateway,
     Token,
@@ -38,14 +39,15 @@ class EdgeOffer(WireRecord):
     """What one side needs to know to take part in an edge.
 
     Both sides get one with the same ``edge_id``. ``gateway_id`` and ``relay_url`` are ``None``
-    while there is no gateway. ``direct_urls`` are WebSocket addresses of the node's agent, none in
-    the node's own offer. ``peer_public_key`` is the other side's X25519 key. The ticket is the
+    while there is no gateway; its name is for people. ``direct_urls`` are WebSocket addresses of
+    the node's agent, none in the node's own offer. ``peer_public_key`` is the other side's X25519 key. The ticket is the
     side's own, for the gateway that is named, and ends at ``expires_at``.
     """
 
     edge_id: EdgeId
     role: EdgeRole
     gateway_id: MachineId | None
+    gateway_name: Name | None = None
     relay_url: Url | None
     ticket: Token
     peer_node_id: MachineId

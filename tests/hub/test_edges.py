@@ -66,6 +66,7 @@ async def test_both_sides_get_offers_of_one_edge_with_tickets_of_their_own(
         backbone.keys.edge_public,
     )
     assert (mine.peer_name, theirs.peer_name) == ("attic", "desk")
+    assert (mine.gateway_name, theirs.gateway_name) == ("relay",) * 2
     assert (mine.direct_urls, theirs.direct_urls) == (("ws://10.0.0.5:8716/v1/edge",), ())
     for offer, machine in ((mine, backbone), (theirs, node)):
         claims = verify_edge_ticket(hub.hub.identity.verifier, offer.ticket, now=hub.clock())

@@ -1,5 +1,8 @@
 from pathlib import Path
 
+from rich.console import Console
+
+from linkcpp.cli.status import status_view
 from linkcpp.cluster.records import (
     Cluster,
     DiscoveredNode,
@@ -8,6 +11,8 @@ from linkcpp.cluster.records import (
     NodeRecord,
     NodeStatus,
 )
+from linkcpp.edge.choosing import Path as EdgePath
+from linkcpp.edge.choosing import PathKind
 from linkcpp.launch.attempt import memory_to_ask_for
 from linkcpp.launch.events import (
     EngineStarted,
@@ -96,6 +101,18 @@ def test_without_its_supervisor_nothing_is_believed() -> None:
         assert gone.uptime_seconds is None
         assert gone.advice is not None
         assert "linkcpp stop smol" in gone.advice
+
+
+def test_people_see_a_gateways_name_and_programs_its_id_too() -> None:
+    gateway_id = "3d9b3a1e-0f0c-4f6b-8a51-6b3c9d1c2f10"
+    way = f"{EdgePath(PathKind.RELAY, gateway_id, 'south')}: it answered first"
+    state = apply(_state(Phase.READY), NodeFound(NodeId("a"), "http://a:1", 1.0, way), now=1003.0)
+    report = judge(state, has_supervisor=True, booted_at=0, engine_is_alive=True, now=1012.0)
+    with (screen := Console(width=80)).capture() as shown:
+        screen.print(status_view([report]))
+    assert "a by relay through south: it answered first" in shown.get()
+    assert gateway_id not in shown.get()
+    assert gateway_id in report.model_dump_json()
 
 
 def test_a_restart_of_the_machine_is_told_apart_from_a_crash() -> None:
