@@ -40,8 +40,8 @@ class EdgeOffer(WireRecord):
 
     Both sides get one with the same ``edge_id``. ``gateway_id`` and ``relay_url`` are ``None``
     while there is no gateway; its name is for people. ``direct_urls`` are WebSocket addresses of
-    the node's agent, none in the node's own offer. ``peer_public_key`` is the other side's X25519 key. The ticket is the
-    side's own, for the gateway that is named, and ends at ``expires_at``.
+    the node's agent, none in the node's own offer. ``peer_public_key`` is the other side's X25519
+    key. The ticket is the side's own, for the gateway that is named, and ends at ``expires_at``.
     """
 
     edge_id: EdgeId
