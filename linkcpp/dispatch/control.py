@@ -60,7 +60,8 @@ class DispatchStatus(WireRecord):
 
     ``missing_expert_count`` units (layer, expert) are with no worker that is up. Rows of
     ``failed_pair_count`` pairs were NaN, since nobody could compute them; ``failures`` are the last
-    such calls.
+    such calls. ``early_count`` results were told before the backing server had computed them too;
+    ``differing_sum_count`` were compared with it and not equal, so that it is waited for since.
     """
 
     workers: tuple[WorkerStatus, ...]
@@ -70,6 +71,8 @@ class DispatchStatus(WireRecord):
     compiled_count: int
     client_count: int
     dropped_bytes: int
+    early_count: int
+    differing_sum_count: int
     call_count: int
     pair_count: int
     rerouted_pair_count: int
@@ -134,6 +137,8 @@ def dispatch_status(device: VirtualDevice, swarm: Swarm) -> DispatchStatus:
         compiled_count=device.counters.compiled_count,
         client_count=device.counters.client_count,
         dropped_bytes=device.counters.dropped_bytes,
+        early_count=device.counters.early_count,
+        differing_sum_count=device.counters.differing_sum_count,
         call_count=counters.call_count,
         pair_count=counters.pair_count,
         rerouted_pair_count=counters.rerouted_pair_count,

@@ -29,12 +29,18 @@ MOST_CLIENTS = 64
 
 @dataclass(slots=True)
 class DeviceCounters:
-    """What happened since the start; seconds are within graphs that have experts."""
+    """What happened since the start; seconds are within graphs that have experts.
+
+    ``early_count`` results were answered before the backing server had them; those of
+    ``differing_sum_count`` were not equal when they were compared.
+    """
 
     client_count: int = 0
     graph_count: int = 0
     compiled_count: int = 0
     dropped_bytes: int = 0
+    early_count: int = 0
+    differing_sum_count: int = 0
     read_seconds: float = 0.0
     swarm_seconds: float = 0.0
 

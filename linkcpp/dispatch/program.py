@@ -1,13 +1,15 @@
 """A graph of llama-server as ready bytes for the backing server, and calls of experts between."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from linkcpp.dispatch.graph import ExpertCall, Segment, split_graph
+from linkcpp.dispatch.combine import add_up, find_ending
+from linkcpp.dispatch.graph import ExpertCall, Part, Segment, split_graph
 from linkcpp.dispatch.memory import RequestError, VirtualMemory
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.ops import OpTable
@@ -30,7 +32,8 @@ def expert_owner(name: bytes) -> tuple[int, str] | None:
 class Fetch:
     """A tensor of f32 or i32 to be read: three dimensions, the first dense.
 
-    ``key`` is where llama-server believes it to be; ``request`` asks the backing server for the
+    ``key`` is where llama-server itself put it, 0 where the graph computes it, maybe in the place
+    of something that llama-server put there. ``request`` asks the backing server for the
     ``span_bytes`` from its first to its last element.
     """
 
@@ -56,11 +59,37 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class BoundSum:
+    """The sum that ends a graph: what it needs besides the rows, and its result.
+
+    ``address`` is where llama-server believes the result to be.
+    """
+
+    weights: Fetch
+    residual: Fetch | None
+    result: Fetch
+    address: int
+
+    @property
+    def fetches(self) -> tuple[Fetch, ...]:
+        """What has to be read before ``compute``, in its order."""
+        return (self.weights,) if self.residual is None else (self.weights, self.residual)
+
+    def compute(self, rows: Array, read: Sequence[Array]) -> Array:
+        """Return the result, (token, width), from rows of (pair, width) and what was read."""
+        tokens, slots, _ = read[0].shape
+        width = rows.shape[-1]
+        residual = read[1].reshape(tokens, width) if len(read) > 1 else None
+        return add_up(rows.reshape(tokens, slots, width), read[0], residual)
+
+
+@dataclass(frozen=True, slots=True)
 class BoundCall:
     """The experts of a layer between two graphs.
 
     ``ids`` and ``inputs`` are read before ``between`` runs, those numbered in ``late`` after it
     (0: ids, k + 1: input k). ``store_head`` with the rows behind it puts the result in its place.
+    ``sum`` is what the graph after it is, where that was recognised.
     """
 
     layer: int
@@ -72,6 +101,7 @@ class BoundCall:
     between: bytes | None
     late: frozenset[int]
     store_head: bytes
+    sum: BoundSum | None = None
 
 
 Step = bytes | BoundCall
@@ -82,11 +112,13 @@ class Program:
     """What one graph becomes: requests for the backing server, and experts between them.
 
     ``follower`` is the program that came after it last time: most likely the next one again, so
-    comparing with its ``payload`` spares looking it up by a hash over all bytes.
+    comparing with its ``payload`` spares looking it up by a hash over all bytes. ``run_count``
+    counts how often it was executed.
     """
 
     payload: bytes
     steps: tuple[Step, ...]
+    run_count: int = 0
     follower: "Program | None" = None
 
 
@@ -97,6 +129,18 @@ class Binder(NamedTuple):
     ops: OpTable
     dialect: Dialect
     learn: Callable[[int, Chain], KeyedChain]
+
+
+class _Bound(NamedTuple):
+    """A binder and the ids of all nodes of the graph that is bound."""
+
+    binder: Binder
+    computed: frozenset[int]
+
+    def fetch(self, tensor: Tensors) -> Fetch:
+        """Prepare to read a tensor."""
+        is_computed = int(tensor["id"]) in self.computed or int(tensor["view_src"]) in self.computed
+        return _fetch(tensor, 0 if is_computed else int(tensor["data"]), self.binder.memory)
 
 
 def compile_program(payload: bytes, binder: Binder) -> Program:
@@ -113,12 +157,14 @@ def compile_program(payload: bytes, binder: Binder) -> Program:
         raise RequestError(error.message) from error
     if graph.device:
         raise RequestError(f"There is no device {graph.device}.")
+    bound = _Bound(binder, frozenset(graph.node_ids.tolist()))
     steps: list[Step] = []
-    for part in split_graph(graph, binder.ops, expert_owner):
+    parts = split_graph(graph, binder.ops, expert_owner)
+    for number, part in enumerate(parts):
         if isinstance(part, ExpertCall):
             # A part of a prompt of which no output is wanted has no rows in the last layer.
             if part.token_count:
-                steps.append(_bind_call(part, binder))
+                steps.append(_bind_call(part, _bind_sum(part, parts[number + 1 :], bound), bound))
             elif part.between:
                 steps.append(_bind_segment(part.between, binder.memory))
         else:
@@ -132,7 +178,23 @@ def _bind_segment(segment: Segment, memory: VirtualMemory) -> bytes:
     return encode_request(Command.GRAPH_COMPUTE, build_graph(graph))
 
 
-def _bind_call(call: ExpertCall, binder: Binder) -> BoundCall:
+def _bind_sum(call: ExpertCall, rest: list[Part], bound: _Bound) -> BoundSum | None:
+    """Recognise the rest of a graph as a sum of the experts' rows."""
+    if len(rest) != 1 or not isinstance(rest[0], Segment) or call.between is not None:
+        return None
+    ending = find_ending(rest[0], call, bound.binder.ops)
+    if ending is None:
+        return None
+    return BoundSum(
+        weights=bound.fetch(ending.weights),
+        residual=None if ending.residual is None else bound.fetch(ending.residual),
+        result=bound.fetch(ending.result),
+        address=int(ending.result["data"]),
+    )
+
+
+def _bind_call(call: ExpertCall, total: BoundSum | None, bound: _Bound) -> BoundCall:
+    binder = bound.binder
     memory = binder.memory
     output = memory.translate(_only(call.output))
     size_bytes = 4 * int(np.prod(call.output["ne"].astype(np.int64)))
@@ -146,11 +208,12 @@ def _bind_call(call: ExpertCall, binder: Binder) -> BoundCall:
         chain=binder.learn(call.layer, call.chain),
         slot_count=call.slot_count,
         token_count=call.token_count,
-        ids=_fetch(call.ids, memory),
-        inputs=tuple(_fetch(tensor, memory) for tensor in call.inputs),
+        ids=bound.fetch(call.ids),
+        inputs=tuple(bound.fetch(tensor) for tensor in call.inputs),
         between=_bind_segment(call.between, memory) if call.between else None,
         late=call.late,
         store_head=request_header(Command.SET_TENSOR, len(head) + size_bytes) + head,
+        sum=total,
     )
 
 
@@ -167,7 +230,7 @@ def _dense_strides(tensor: Tensors) -> list[int]:
     return [4, 4 * first, 4 * first * second]
 
 
-def _fetch(tensor: Tensors, memory: VirtualMemory) -> Fetch:
+def _fetch(tensor: Tensors, key: int, memory: VirtualMemory) -> Fetch:
     real = memory.translate(_only(tensor))
     ne, nb = tensor["ne"].tolist(), tensor["nb"].tolist()
     if ne[3] != 1 or nb[0] != 4:
@@ -179,7 +242,7 @@ def _fetch(tensor: Tensors, memory: VirtualMemory) -> Fetch:
     flat["nb"] = [4, span, span, span]
     request = messages.GET_TENSOR.build(messages.GetTensor(flat.tobytes(), 0, span))
     return Fetch(
-        key=int(tensor["data"]),
+        key=key,
         request=encode_request(Command.GET_TENSOR, request),
         span_bytes=span,
         is_i32=int(tensor["type"]) == I32,
@@ -189,36 +252,42 @@ def _fetch(tensor: Tensors, memory: VirtualMemory) -> Fetch:
     )
 
 
+class CallInputs(NamedTuple):
+    """What a call needs: ids (token, slot), inputs (row, width), and what its sum reads."""
+
+    ids: Array
+    inputs: tuple[Array, ...]
+    summed: tuple[Array, ...]
+
+
 def read_inputs(
-    call: BoundCall, backing: RpcSocket, known: Mapping[int, bytes]
-) -> tuple[Array, tuple[Array, ...]]:
-    """Get ids (token, slot) and inputs (row, width) of a call, with one round trip at most.
+    call: BoundCall, summed: Sequence[Fetch], backing: RpcSocket, known: Mapping[int, bytes]
+) -> CallInputs:
+    """Get what a call and its sum need, with one round trip at most.
 
     ``known`` has bytes that llama-server itself put at an address just before, so they need not be
     asked for.
     """
-    # ids are (slot, token), a two-dimensional tensor: the view has a leading 1.
     fetches = [call.ids, *call.inputs]
     early = [number for number in range(len(fetches)) if number not in call.late]
-    found: dict[int, Array] = {}
-    asked: list[int] = []
-    for number in [*early, None, *sorted(call.late)]:
-        if number is None:
-            if call.between is not None:
-                backing.queue(call.between)
-            continue
-        fetch = fetches[number]
-        data = known.get(fetch.key)
-        if data is not None and len(data) == fetch.span_bytes and number not in call.late:
-            found[number] = fetch.view(data)
-        else:
-            backing.queue(fetch.request)
-            asked.append(number)
-    for number in asked:
-        fetch = fetches[number]
-        found[number] = fetch.view(backing.receive(fetch.span_bytes))
+    waiting = {number: ask(fetches[number], backing, known) for number in early}
+    if call.between is not None:
+        backing.queue(call.between)
+    waiting |= {number: ask(fetches[number], backing, {}) for number in sorted(call.late)}
+    rest = [ask(fetch, backing, known) for fetch in summed]
+    found = {number: answer() for number, answer in waiting.items()}
+    # ids are (slot, token), a two-dimensional tensor: the view has a leading 1.
     ids = found[0].reshape(call.token_count, call.slot_count)
     inputs = tuple(
         found[number + 1].reshape(-1, fetch.shape[0]) for number, fetch in enumerate(call.inputs)
     )
-    return ids, inputs
+    return CallInputs(ids, inputs, tuple(answer() for answer in rest))
+
+
+def ask(fetch: Fetch, backing: RpcSocket, known: Mapping[int, bytes]) -> Callable[[], Array]:
+    """Ask for a tensor unless it is known; the functions returned wait, in the order of asking."""
+    data = known.get(fetch.key)
+    if data is not None and len(data) == fetch.span_bytes:
+        return functools.partial(fetch.view, data)
+    backing.queue(fetch.request)
+    return lambda: fetch.view(backing.receive(fetch.span_bytes))

@@ -86,6 +86,9 @@ def test_a_mixture_on_workers_is_the_model_in_one_process_to_the_bit(
         status = device.status()
     assert status["failed_pair_count"] == status["rerouted_pair_count"] == 0
     assert status["missing_expert_count"] == 0
+    # Sums were told early, and are what the backing server had.
+    assert status["early_count"] > 0
+    assert status["differing_sum_count"] == 0
     assert sum(worker["pair_count"] for worker in status["workers"]) == status["pair_count"] > 0
 
 

@@ -22,7 +22,8 @@ from linkcpp.launch.experts.front import FrontConfig, run_front
 CONTROL_TOKEN = "control"
 STATUS: dict[str, Any] = {
     "workers": [], "fallback": None, "missing_expert_count": 1, "graph_count": 0,
-    "compiled_count": 0, "client_count": 0, "dropped_bytes": 0, "call_count": 0, "pair_count": 0,
+    "compiled_count": 0, "client_count": 0, "dropped_bytes": 0, "early_count": 0,
+    "differing_sum_count": 0, "call_count": 0, "pair_count": 0,
     "rerouted_pair_count": 0, "failed_pair_count": 2, "failed_call_count": 1, "late_count": 0,
     "nonsense_count": 0, "read_seconds": 0, "swarm_seconds": 0,
     "failures": [{"layer": 3, "experts": [4, 5, 9]}],
