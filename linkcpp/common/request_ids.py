@@ -35,6 +35,11 @@ def begin_request(headers: Iterable[tuple[bytes, bytes]] = ()) -> str:
     return request_id
 
 
+def continue_request(request_id: str | None) -> None:
+    """Go on with a request that began in the program that started this one."""
+    _current.set(request_id)
+
+
 def current_request_id() -> str | None:
     """Return the id of the request that this code runs for, ``None`` outside of any."""
     return _current.get()

@@ -13,6 +13,7 @@ from typing import Self
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record, WireRecord
+from linkcpp.common.request_ids import continue_request
 from linkcpp.common.units import format_bytes
 from linkcpp.model.parts import ModelFiles
 from linkcpp.model.slices.layout import plan_slice
@@ -34,6 +35,7 @@ class FetchConfig(Record):
     """What to fetch, the file to write, and how large that may be.
 
     For a hub's model also its address, and the file that has the node's token, always a fresh one.
+    ``request_id`` is that of the call that asked for the slice.
     """
 
     request: SliceRequest
@@ -41,6 +43,7 @@ class FetchConfig(Record):
     most_bytes: int
     hub_url: str | None = None
     token_path: Path | None = None
+    request_id: str | None = None
 
 
 class FetchNews(WireRecord):
@@ -112,6 +115,7 @@ def fetch(config: FetchConfig) -> None:
     Raises:
         LinkcppError: the model cannot be read, is another one, or the slice is too large.
     """
+    continue_request(config.request_id)
     wanted = config.request
     if wanted.hub_model is None or config.hub_url is None:
         assert wanted.url is not None  # noqa: S101 - the request names one of both

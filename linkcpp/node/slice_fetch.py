@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
+from linkcpp.common.request_ids import current_request_id
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec
 from linkcpp.model.web_source import TOKEN_VARIABLE
@@ -72,6 +73,7 @@ class Fetch:
             most_bytes=most_bytes,
             hub_url=self._hub.url if self._hub else None,
             token_path=token_path,
+            request_id=current_request_id(),
         )
 
     @contextlib.asynccontextmanager

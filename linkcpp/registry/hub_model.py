@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.records import Record
+from linkcpp.common.request_ids import request_id_headers
 from linkcpp.common.text import printable
 from linkcpp.model.header import Header, read_header
 from linkcpp.model.parts import ModelFiles, part_urls
@@ -73,6 +74,7 @@ class HubModel:
         self._closer = contextlib.ExitStack()
         self._asked: list[WebSource] = []
         self._hub = self._closer.enter_context(new_direct_client(tls_context()))
+        self._hub.headers.update(request_id_headers())
         self._web = self._closer.enter_context(new_client())
         try:
             self.record = self._get_record()

@@ -19,7 +19,7 @@ class HubProcess:
 
     def __init__(self, folder: Path) -> None:
         self.data = folder / "hub"
-        self._log = folder / "hub.log"
+        self.log = folder / "hub.log"
         self._port = 0
         self._token = ""
         self.start()
@@ -29,7 +29,7 @@ class HubProcess:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        with self._log.open("wb") as log:
+        with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command("--port", str(self._port)),
                 stdin=subprocess.DEVNULL,
@@ -37,8 +37,8 @@ class HubProcess:
                 stderr=log,
                 env={**os.environ, "COLUMNS": "200"},
             )
-        wait_until(lambda: "http://" in self._log.read_text(), self._process)
-        self._port = int(self._log.read_text().split("http://127.0.0.1:")[1].split()[0])
+        wait_until(lambda: "http://" in self.log.read_text(), self._process)
+        self._port = int(self.log.read_text().split("http://127.0.0.1:")[1].split()[0])
 
     def kill(self) -> None:
         self._process.kill()

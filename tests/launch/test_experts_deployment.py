@@ -1,6 +1,8 @@
 """Mode experts over three nodes through its whole life: real agents, real programs."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +16,7 @@ from tests.support.engines import prebuilt_engine
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experts]:
     experts = Experts(tmp_path_factory.mktemp("experts"), prebuilt_engine())
+    experts.swarm.environment["LINKCPP_LOG_FORMAT"] = "json"
     experts.swarm.start_agents("attic", "cellar", "garage")
     yield experts
     experts.swarm.close()
@@ -71,6 +74,27 @@ def test_logs_have_the_dispatch_process_and_every_worker(experts: Experts, url: 
     assert sources >= {"supervisor", "llama-server", "dispatch", "front", "backing rpc-server"}
     assert sources >= {"worker attic CPU", "worker cellar CPU", "worker garage CPU"}
     assert any(source.startswith("worker") and "here" in source for source in sources)
+
+
+def test_all_programs_log_as_json_and_a_launch_has_one_id_on_every_node(
+    experts: Experts, url: str
+) -> None:
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "The", "max_tokens": 1})
+    parts = experts.swarm.run("logs", NAME, "--json").json
+    lines = {part["source"]: json_lines(part["lines"]) for part in parts}
+    assert any(line["request_id"] == answer.headers["x-request-id"] for line in lines["front"])
+    came = {line["worker"] for line in lines["dispatch"] if line.get("state") == "up"}
+    assert len(came) == len(experts.swarm.agents) + 1
+    (launch_id,) = {line["request_id"] for line in lines["supervisor"]}
+    for name in experts.swarm.agents:
+        text = (experts.swarm.folder / f"{name}.log").read_text()
+        requests = [line for line in json_lines(text.splitlines()) if "path" in line]
+        asked = {line["path"] for line in requests if line["request_id"] == launch_id}
+        assert "/v1/workers" in asked
+
+
+def json_lines(lines: list[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def test_no_token_is_on_a_command_line_or_in_a_file_for_others(experts: Experts, url: str) -> None:

@@ -50,6 +50,9 @@ def test_all_weights_come_from_the_hub_and_the_answer_is_that_of_one_process(
     assert tokens(state["api_url"], count=COUNT) == expected
     notices = [notice["text"] for notice in state["notices"]]
     assert any(f"the model lies at {hub.url} only" in text for text in notices)
+    log = (swarm.home / "state" / "deployments" / "mix" / "supervisor.log").read_text()
+    launch_id = log.partition("have the request id ")[2].split()[0]
+    assert f'"request_id": "{launch_id}"' in hub.log.read_text()
     assert not state["experts"]["has_fallback"]
 
     refused = swarm.run("verify", "mix", code=2).stderr

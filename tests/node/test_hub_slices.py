@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from linkcpp.common.request_ids import begin_request
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.slices.manifest import manifest_path, read_manifest
 from linkcpp.node import slice_fetch
@@ -62,8 +63,10 @@ async def test_a_node_takes_its_slice_from_the_hub_and_nothing_else(
 ) -> None:
     node.agent.slices.hub = Joined(hub.url)
     here = cut_here(tmp_path, *CHOSEN)
+    begin_request([(b"x-request-id", b"of-who-asked-the-node")])
     record = await fetched(node, hub_request(*CHOSEN))
     assert file_of(record.slice_id).read_bytes() == here.path.read_bytes()
+    assert hub.request_ids == {b"of-who-asked-the-node"}
     assert record.transferred_bytes == hub.sent_bytes
     by_kind = {kind: sum(n for k, n in hub.sent if k == kind) for kind, _ in hub.sent}
     assert by_kind["slice"] == here.copied_bytes

@@ -43,12 +43,16 @@ def add(folder: Path, location: Path | str, name: str = "m", *, copies: bool = F
 
 
 class SmallHub:
-    """A running hub; ``sent`` has (path, bytes of the body) of every answer."""
+    """A running hub; ``sent`` has (path, bytes of the body) of every answer.
+
+    ``request_ids`` has the ids that its callers sent.
+    """
 
     def __init__(self, folder: Path, port: int = 0, **limits: int) -> None:
         self.downloads = Downloads(**limits)
         self.tokens = dict(TOKENS)
         self.sent: list[tuple[str, int]] = []
+        self.request_ids: set[bytes | None] = set()
         self.damage: dict[str, int] = {}
         self.go_on = threading.Event()
         self._pauses: dict[str, int] = {}
@@ -106,6 +110,7 @@ class SmallHub:
                 await refuse(scope, send, 401, body)
                 return
             scope["state"] = {"caller": caller}
+            self.request_ids.add(dict(scope["headers"]).get(b"x-request-id"))
             path = scope["path"].rpartition("/")[2]
 
             async def count(message: Message) -> None:
