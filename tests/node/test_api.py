@@ -13,6 +13,7 @@ from websockets.exceptions import InvalidStatus
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.cluster.token import health_proof, make_challenge
 from linkcpp.common import serving
+from linkcpp.common.logs import REQUEST_LOGGER
 from linkcpp.common.records import ErrorBody
 from linkcpp.engine.records import EngineLocation, EngineProblem
 from linkcpp.node import access
@@ -434,3 +435,19 @@ async def test_metrics_are_for_this_machine_and_for_holders_of_the_token(
         assert (await http.get(f"{node.url}/metrics", headers=proxied)).status_code == 401
         known = proxied | {"Authorization": f"Bearer {node.token}"}
         assert (await http.get(f"{node.url}/metrics", headers=known)).status_code == 200
+
+
+async def test_every_answer_has_an_id_but_strangers_do_not_fill_the_log(
+    node: RunningAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "linkcpp")
+    answers = [
+        await call(node, "GET", "/v1/health"),
+        await call(node, "DELETE", f"/v1/servers/{ID}"),
+        await call(node, "DELETE", f"/v1/servers/{ID}", headers=bearer(node.token)),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 401, 204]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert len(set(ids)) == len(ids)
+    logged = [vars(record) for record in caplog.records if record.name == REQUEST_LOGGER]
+    assert [line["request_id"] for line in logged] == ids[-1:]
