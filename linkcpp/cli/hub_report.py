@@ -37,6 +37,8 @@ def _state(node: RegisteredNode) -> Text:
         return Text("revoked", "red")
     if node.last_seen is None:
         return Text("")
+    if node.has_left:
+        return Text("left", "dim")
     return Text(node.presence, _STYLES[node.presence])
 
 

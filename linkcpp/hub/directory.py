@@ -31,6 +31,7 @@ class Machine:
     revoked_at: float | None
     last_seen: float | None
     has_state: bool
+    left_at: float | None = None
     direct_urls: tuple[str, ...] = ()
     relay_rtts_ms: Mapping[str, float] = field(default_factory=dict)
 
@@ -137,6 +138,7 @@ def load_directory(engine: Engine, now: float) -> Directory:
                 revoked_at=row.revoked_at,
                 last_seen=row.last_seen,
                 has_state=row.state is not None,
+                left_at=row.left_at,
             )
             if row.state is not None:
                 machine.take_state(NodeState.model_validate_json(row.state))

@@ -7,7 +7,7 @@ from fastapi.responses import Response
 
 from linkcpp import __version__
 from linkcpp.hub.machines import node_json, nodes_json
-from linkcpp.hub.roles import HEALTH_PATH, allow
+from linkcpp.hub.roles import HEALTH_PATH, Caller, allow
 from linkcpp.hub.service import Hub
 from linkcpp.registry.fields import UUID_PATTERN
 from linkcpp.registry.records import (
@@ -50,6 +50,16 @@ def add_machine_routes(app: FastAPI, hub: Hub) -> None:
     async def show_node(node_id: _NodeId) -> Response:
         content = await hub.read(lambda engine: node_json(engine, node_id, hub.clock()))
         return Response(content, media_type=_JSON)
+
+    @app.post(
+        "/v1/leave",
+        status_code=204,
+        tags=["machines"],
+        summary="Tell that this node stops; its next heartbeat brings it back",
+    )
+    async def leave(caller: Annotated[Caller, allow(Role.NODE)]) -> Response:
+        await hub.registrar.leave(caller.node_id)
+        return Response(status_code=204)
 
     @app.delete(
         "/v1/nodes/{node_id}",

@@ -9,7 +9,7 @@ from sqlalchemy.engine import Row
 
 from linkcpp.hub.directory import Machine
 from linkcpp.hub.join_tokens import check_role, find_join_token, use_join_token
-from linkcpp.hub.presence import presence
+from linkcpp.hub.presence import has_left, presence
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.schema import MACHINES
 from linkcpp.registry.encoding import fingerprint
@@ -48,6 +48,7 @@ def join(connection: Connection, request: JoinRequest, now: float) -> Machine:
         revoked_at=None,
         last_seen=known.last_seen if known is not None else None,
         has_state=False,
+        left_at=known.left_at if known is not None else None,
     )
     enter(connection, machine)
     return machine
@@ -91,6 +92,11 @@ def revoke(connection: Connection, node_id: str, now: float) -> None:
     )
     if not result.rowcount:
         raise unknown_machine()
+
+
+def leave(connection: Connection, node_id: str, now: float) -> None:
+    """Note that a machine is not there until it is heard again."""
+    connection.execute(update(MACHINES).where(MACHINES.c.node_id == node_id).values(left_at=now))
 
 
 def upsert(
@@ -144,7 +150,8 @@ def _machine_json(row: Row[Any], now: float) -> str:
             "key_fingerprint": fingerprint(row.edge_key),
             "joined_at": row.joined_at,
             "is_revoked": row.revoked_at is not None,
-            "presence": presence(row.last_seen, now),
+            "presence": presence(row.last_seen, now, row.left_at),
+            "has_left": has_left(row.last_seen, row.left_at),
             "last_seen": row.last_seen,
             "state": None,
         }

@@ -77,7 +77,7 @@ class HubMetrics:
     def render(self, directory: Directory, now: float) -> bytes:
         """Write all in Prometheus' text format."""
         counts = Count(
-            (machine.role, presence(machine.last_seen, now))
+            (machine.role, presence(machine.last_seen, now, machine.left_at))
             for machine in directory.machines.values()
             if machine.revoked_at is None
         )

@@ -128,6 +128,12 @@ class Registrar:
             close_edges=unwanted,
         )
 
+    async def leave(self, node_id: str) -> None:
+        """Note that a node stops; its next heartbeat brings it back. Its edges wait for that."""
+        now = self._clock()
+        await self._writer.write(lambda connection: machines.leave(connection, node_id, now))
+        self._directory.machines[node_id].left_at = now
+
     async def revoke(self, node_id: str) -> None:
         """Cut a machine off: its tokens, its events and its edges.
 

@@ -35,6 +35,7 @@ MACHINES = Table(
     Column("last_seen", Float(53)),
     Column("sequence", BigInteger),
     Column("state", Text),
+    Column("left_at", Float(53)),
 )
 
 GATEWAYS = Table(

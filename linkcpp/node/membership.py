@@ -29,6 +29,7 @@ _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 # Nodes that were started together must not come all at once for ever.
 _SPREAD = 0.1
+_LEAVING_SECONDS = 2.0
 _NOTABLE_MEMORY_SHARE = 0.02
 _NOTABLE_RTT_SHARE = 0.25
 
@@ -86,7 +87,7 @@ class Membership:
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
-        """Stay until cancelled.
+        """Stay until cancelled, then say goodbye.
 
         Raises:
             RevokedError: an admin of the hub turned this machine out.
@@ -98,7 +99,15 @@ class Membership:
         finally:
             for task in tasks:
                 task.cancel()
+            # Only then: a heartbeat that came later would bring the node back.
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._leave()
+
+    async def _leave(self) -> None:
+        """Tell the hub at once what it would else learn from missed heartbeats."""
+        with contextlib.suppress(HubError, TimeoutError):
+            async with asyncio.timeout(_LEAVING_SECONDS):
+                await self._client.leave()
 
     async def _keep_beating(self) -> None:
         told: NodeState | None = None

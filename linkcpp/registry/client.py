@@ -61,6 +61,10 @@ class HubClient(HubConnection):
         offers = tuple(self._with_relay(offer) for offer in answer.offers)
         return answer.model_copy(update={"offers": offers})
 
+    async def leave(self) -> None:
+        """Tell that this node stops."""
+        await self.exchange("POST", "/v1/leave")
+
     async def nodes(self) -> NodeList:
         """List all machines that joined."""
         return await self.call(NodeList, "GET", "/v1/nodes")

@@ -6,6 +6,7 @@
 | ``POST /v1/join`` | open | ``JoinRequest`` | ``JoinAnswer`` |
 | ``POST /v1/tokens`` | open | ``RenewRequest`` | ``NodeToken`` |
 | ``POST /v1/heartbeat`` | node | ``Heartbeat`` | ``HeartbeatAnswer`` |
+| ``POST /v1/leave`` | node | | 204: it stops, and is gone at once |
 | ``GET /v1/events`` | node, backbone | WebSocket | text messages, each a ``HubEvent`` |
 | ``GET /v1/nodes``, ``/v1/nodes/{id}`` | backbone, admin | | ``NodeList``, ``RegisteredNode`` |
 | ``DELETE /v1/nodes/{id}`` | admin | | 204: the node is revoked |
@@ -176,6 +177,7 @@ class RegisteredNode(WireRecord):
     """A machine as the hub knows it; ``state`` is ``None`` before its first whole heartbeat.
 
     ``last_seen`` is ``None`` for a machine that never sent a heartbeat, such as a coordinator.
+    A node that ``has_left`` is gone because it said so.
     """
 
     node_id: MachineId
@@ -186,6 +188,7 @@ class RegisteredNode(WireRecord):
     joined_at: UnixTime
     is_revoked: bool
     presence: Presence
+    has_left: bool = False
     last_seen: UnixTime | None
     state: NodeState | None
 

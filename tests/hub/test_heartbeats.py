@@ -3,6 +3,8 @@
 import pytest
 
 from linkcpp.hub.presence import is_gateway_online, presence
+from linkcpp.registry.connection import HubRefusedError
+from linkcpp.registry.edges import EdgeRequest
 from linkcpp.registry.records import Heartbeat, Presence, Role
 from tests.hub.hubs import RunningHub, node_state
 
@@ -59,6 +61,34 @@ async def test_silence_makes_a_node_stale_then_gone_and_a_heartbeat_brings_it_ba
     await node.client.heartbeat(Heartbeat(sequence=1))
     seen.append((await backbone.client.node(node.node_id)).presence)
     assert seen == [Presence.STALE, Presence.GONE, Presence.ONLINE]
+
+
+async def test_a_node_that_leaves_is_gone_at_once_and_a_heartbeat_brings_it_back(
+    hub: RunningHub,
+) -> None:
+    node, other = await hub.online_node(), await hub.online_node("cellar")
+    backbone = await hub.machine(Role.BACKBONE)
+    await node.client.leave()
+    listed = {one.node_id: one for one in (await backbone.client.nodes()).nodes}
+    assert (listed[node.node_id].presence, listed[node.node_id].has_left) == (Presence.GONE, True)
+    assert (listed[other.node_id].presence, listed[other.node_id].has_left) == (
+        Presence.ONLINE,
+        False,
+    )
+    with pytest.raises(HubRefusedError, match="attic was stopped"):
+        await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
+    await node.client.heartbeat(Heartbeat(sequence=0, state=node_state(node)))
+    back = await backbone.client.node(node.node_id)
+    assert (back.presence, back.has_left) == (Presence.ONLINE, False)
+    assert await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
+
+
+@pytest.mark.parametrize("role", [Role.BACKBONE, Role.ADMIN, Role.GATEWAY])
+async def test_nobody_but_a_node_leaves(hub: RunningHub, role: Role) -> None:
+    machine = await hub.machine(role)
+    with pytest.raises(HubRefusedError) as refused:
+        await machine.client.leave()
+    assert refused.value.code == "other_role"
 
 
 async def test_the_hub_asks_for_the_state_until_it_has_it_and_keeps_it(hub: RunningHub) -> None:

@@ -1,11 +1,20 @@
 """What a node tells its hub, and when."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
 import pytest
 
 from linkcpp.cluster.records import NodeRecord
-from linkcpp.node.membership import has_news
-from linkcpp.registry.records import NodeState
+from linkcpp.hub.presence import presence
+from linkcpp.node import membership
+from linkcpp.node.membership import Membership, has_news
+from linkcpp.registry.records import NodeState, Presence, RegisteredNode, Role
 from tests.cluster.peers import fingerprint, node_record
+from tests.edge.programs import until
+from tests.hub.hubs import Machine, RunningHub, node_state, running_hub
 
 GATEWAY = "00000000-0000-4000-8000-0000000000f1"
 
@@ -42,3 +51,72 @@ def test_what_moves_all_the_time_is_no_news() -> None:
     assert not has_news(state(), state(offering(5 * 10**9 - 9 * 10**7)))
     assert not has_news(state(rtt_ms=20.0), state(rtt_ms=24.0))
     assert has_news(state(rtt_ms=20.0), state(rtt_ms=26.0))
+
+
+class NoEdges:
+    """Takes part in nothing."""
+
+    edge_ids = ()
+
+    async def offer(self, offer: object) -> None:
+        raise AssertionError(f"nobody asked for {offer}")
+
+    async def close_edge(self, edge_id: str) -> None:
+        raise AssertionError(f"there is no edge {edge_id}")
+
+
+class Watched:
+    """A node of a hub, as a backbone sees it."""
+
+    def __init__(self, hub: RunningHub, node: Machine, backbone: Machine) -> None:
+        self.node = node
+        self._hub = hub
+        self._backbone = backbone
+
+    async def look(self) -> RegisteredNode:
+        return await self._backbone.client.node(self.node.node_id)
+
+    @asynccontextmanager
+    async def member(self) -> AsyncIterator[None]:
+        async def describe() -> NodeRecord:
+            return node_state(self.node).record
+
+        it = Membership(
+            self.node.client, NoEdges(), describe=describe, held=tuple, direct_urls=tuple
+        )
+        running = asyncio.create_task(it.run())
+        await until(self._is_online)
+        yield
+        running.cancel()
+        async with asyncio.timeout(30):
+            await asyncio.gather(running, return_exceptions=True)
+
+    def _is_online(self) -> bool:
+        known = self._hub.hub.directory.machines[self.node.node_id]
+        return presence(known.last_seen, self._hub.clock(), known.left_at) is Presence.ONLINE
+
+
+@pytest.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
+    async with running_hub(tmp_path / "hub", None) as hub:
+        yield Watched(hub, await hub.machine(Role.NODE), await hub.machine(Role.BACKBONE))
+
+
+async def test_a_node_that_stops_is_gone_at_once_and_back_as_soon_as_it_starts(
+    watched: Watched,
+) -> None:
+    for _ in range(2):
+        async with watched.member():
+            assert (await watched.look()).presence is Presence.ONLINE
+        seen = await watched.look()
+        assert (seen.presence, seen.has_left) == (Presence.GONE, True)
+
+
+async def test_a_hub_that_does_not_answer_does_not_keep_a_node_from_stopping(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "_LEAVING_SECONDS", 0.05)
+    monkeypatch.setattr(watched.node.client, "leave", asyncio.Event().wait)
+    async with watched.member():
+        pass
+    assert (await watched.look()).presence is Presence.ONLINE
