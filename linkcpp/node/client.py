@@ -56,7 +56,7 @@ class NodeClient(NodeConnection):
 
     async def node(self) -> NodeRecord:
         """Ask what the node has and offers."""
-        return self._parse(NodeRecord, await self._call("GET", "/v1/node"))
+        return self._node.parse(NodeRecord, await self._call("GET", "/v1/node"))
 
     async def create_server(self, request: ServerRequest) -> ServerRecord:
         """Have the node run an rpc-server; returns when it is ready.
@@ -67,20 +67,20 @@ class NodeClient(NodeConnection):
         """
         body = request.model_dump_json().encode()
         answer = await self._call("POST", "/v1/servers", body, timeout_seconds=60.0)
-        return self._parse(ServerRecord, answer)
+        return self._node.parse(ServerRecord, answer)
 
     async def servers(self) -> tuple[ServerRecord, ...]:
         """List all rpc-servers of the node."""
-        return self._parse(ServerList, await self._call("GET", "/v1/servers")).servers
+        return self._node.parse(ServerList, await self._call("GET", "/v1/servers")).servers
 
     async def server(self, server_id: ServerId) -> ServerRecord:
         """Ask for one rpc-server (``unknown_server`` where it is gone)."""
-        return self._parse(ServerRecord, await self._call("GET", f"/v1/servers/{server_id}"))
+        return self._node.parse(ServerRecord, await self._call("GET", f"/v1/servers/{server_id}"))
 
     async def renew(self, server_id: ServerId) -> ServerRecord:
         """Start the server's lease again."""
         answer = await self._call("POST", f"/v1/servers/{server_id}/renew")
-        return self._parse(ServerRecord, answer)
+        return self._node.parse(ServerRecord, answer)
 
     async def delete(self, server_id: ServerId) -> None:
         """Stop the server; also fine when it is gone already."""
@@ -96,7 +96,7 @@ class NodeClient(NodeConnection):
         await self._ensure_trusted()
         link = await measure_link(self._http, self._base, self._token)
         if link is None:
-            raise self._unreachable(TimeoutError())
+            raise self._node.unreachable(TimeoutError())
         return link
 
     async def echo(self, content: bytes) -> int:
@@ -104,7 +104,7 @@ class NodeClient(NodeConnection):
         answer = await self._call(
             "POST", "/v1/echo", content, content_type=_BYTES, timeout_seconds=60.0
         )
-        return self._parse(EchoAnswer, answer).received_bytes
+        return self._node.parse(EchoAnswer, answer).received_bytes
 
     async def open_bridge(self, server_id: ServerId) -> ClientConnection:
         """Open the WebSocket to the rpc-server; ``linkcpp.node.tunnel`` speaks its protocol.
@@ -116,12 +116,12 @@ class NodeClient(NodeConnection):
 
     async def slices(self) -> SliceList:
         """List the slices of the node, and ask how much room it has for more."""
-        return self._parse(SliceList, await self._call("GET", "/v1/slices"))
+        return self._node.parse(SliceList, await self._call("GET", "/v1/slices"))
 
     async def slice(self, slice_id: SliceId) -> SliceRecord:
         """Ask for one slice, and how far it is (``unknown_slice`` where there is none)."""
         answer = await self._call("GET", f"/v1/slices/{slice_id}", timeout_seconds=60.0)
-        return self._parse(SliceRecord, answer)
+        return self._node.parse(SliceRecord, answer)
 
     async def fetch_slice(self, request: SliceRequest) -> SliceRecord:
         """Have the node fetch a slice by itself; ``slice`` or ``wait_slice`` tells how far it is.
@@ -130,7 +130,7 @@ class NodeClient(NodeConnection):
             NodeRefusedError: ``insufficient_storage``, ``slice_busy``.
         """
         body = request.model_dump_json().encode()
-        return self._parse(SliceRecord, await self._call("POST", "/v1/slices", body))
+        return self._node.parse(SliceRecord, await self._call("POST", "/v1/slices", body))
 
     async def wait_slice(
         self, slice_id: SliceId, on_progress: Callable[[SliceRecord], None] | None = None
@@ -171,7 +171,7 @@ class NodeClient(NodeConnection):
             manifest.model_dump_json().encode(),
             timeout_seconds=120.0,
         )
-        record = self._parse(SliceRecord, answer)
+        record = self._node.parse(SliceRecord, answer)
         while record.state is SliceState.RECEIVING:
             if on_progress is not None:
                 on_progress(record)
@@ -184,7 +184,7 @@ class NodeClient(NodeConnection):
                 content_type=_BYTES,
                 timeout_seconds=300.0,
             )
-            record = self._parse(SliceRecord, answer)
+            record = self._node.parse(SliceRecord, answer)
         if on_progress is not None:
             on_progress(record)
         return record
@@ -192,7 +192,7 @@ class NodeClient(NodeConnection):
     async def slice_manifest(self, slice_id: SliceId) -> Manifest:
         """Fetch the hashes of a slice that is whole, to compare them with one's own."""
         answer = await self._call("GET", f"/v1/slices/{slice_id}/manifest", timeout_seconds=60.0)
-        return self._parse(Manifest, answer)
+        return self._node.parse(Manifest, answer)
 
     async def delete_slice(self, slice_id: SliceId) -> None:
         """Delete a slice; also fine when it is gone already (``slice_in_use`` by a worker)."""
@@ -208,15 +208,15 @@ class NodeClient(NodeConnection):
         """
         body = request.model_dump_json().encode()
         answer = await self._call("POST", "/v1/workers", body, timeout_seconds=60.0)
-        return self._parse(NewWorker, answer)
+        return self._node.parse(NewWorker, answer)
 
     async def workers(self) -> tuple[WorkerRecord, ...]:
         """List all expert workers of the node."""
-        return self._parse(WorkerList, await self._call("GET", "/v1/workers")).workers
+        return self._node.parse(WorkerList, await self._call("GET", "/v1/workers")).workers
 
     async def worker(self, worker_id: WorkerId) -> WorkerRecord:
         """Ask for one worker (``unknown_worker`` where it is gone)."""
-        return self._parse(WorkerRecord, await self._call("GET", f"/v1/workers/{worker_id}"))
+        return self._node.parse(WorkerRecord, await self._call("GET", f"/v1/workers/{worker_id}"))
 
     async def wait_worker(self, worker_id: WorkerId) -> WorkerRecord:
         """Wait until a worker has loaded its slabs and serves.
@@ -239,7 +239,7 @@ class NodeClient(NodeConnection):
     async def renew_worker(self, worker_id: WorkerId) -> WorkerRecord:
         """Start the worker's lease again."""
         answer = await self._call("POST", f"/v1/workers/{worker_id}/renew")
-        return self._parse(WorkerRecord, answer)
+        return self._node.parse(WorkerRecord, answer)
 
     async def delete_worker(self, worker_id: WorkerId) -> None:
         """Stop the worker; also fine when it is gone already."""

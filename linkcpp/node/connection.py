@@ -4,20 +4,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
-from pydantic import ValidationError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from linkcpp.cluster.config import node_url
 from linkcpp.cluster.records import Health
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
-from linkcpp.common.errors import LinkcppError
-from linkcpp.common.records import ErrorBody, Record
 from linkcpp.common.request_ids import request_id_headers
+from linkcpp.common.service_calls import CalledService, ServiceError, read_bounded
 from linkcpp.common.sockets import tune_transport
 from linkcpp.common.text import printable
 from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
@@ -33,21 +31,9 @@ _HINT_TOKEN = (
     "then restart `linkcpp node` there."
 )
 
-_R = TypeVar("_R", bound=Record)
 
-
-class NodeError(LinkcppError):
-    """A call to a node agent failed; ``code`` is that of ``ErrorBody`` where the agent answered.
-
-    ``told`` is what the agent said, without its address.
-    """
-
-    def __init__(
-        self, message: str, *, hint: str | None = None, code: str, told: str | None = None
-    ) -> None:
-        super().__init__(message, hint=hint)
-        self.code = code
-        self.told = told or message
+class NodeError(ServiceError):
+    """A call to a node agent failed."""
 
 
 class NodeUnreachableError(NodeError):
@@ -83,6 +69,7 @@ class NodeConnection:
     ) -> None:
         self.url = url.rstrip("/")
         self._token = token
+        self._node = CalledService("node", self.url, _HINT_REACH, NodeUnreachableError)
         self._timeout_seconds = timeout_seconds
         self.way = way
         self._is_proven = edge_port is not None
@@ -129,12 +116,12 @@ class NodeConnection:
         async with self._exchange(request) as response:
             # Before the body: a host that closes after its answer has no address any more.
             peer = response.extensions["network_stream"].get_extra_info("server_addr")
-            body = await _read_bounded(response)
+            body = await read_bounded(response, _LONGEST_ANSWER_BYTES)
         if peer is None:
-            raise self._unreachable(ConnectionError("it closed the connection at once"))
+            raise self._node.unreachable(ConnectionError("it closed the connection at once"))
         if response.status_code != httpx.codes.OK:
             raise self._refusal(response.status_code, body)
-        health = self._parse(Health, body)
+        health = self._node.parse(Health, body)
         if self._is_proven:
             return health
         self._verify(health, challenge, canonical_address(peer[0], peer[1]))
@@ -184,7 +171,7 @@ class NodeConnection:
             body = bytes(error.response.body or b"")
             raise self._refusal(error.response.status_code, body) from None
         except (OSError, WebSocketException, ValueError) as error:
-            raise self._unreachable(error) from error
+            raise self._node.unreachable(error) from error
         tune_transport(connection.transport)
         return connection
 
@@ -217,7 +204,7 @@ class NodeConnection:
             timeout=timeout_seconds or self._timeout_seconds,
         )
         async with self._exchange(request) as response:
-            body = await _read_bounded(response)
+            body = await read_bounded(response, _LONGEST_ANSWER_BYTES)
         if not response.is_success:
             raise self._refusal(response.status_code, body)
         return body
@@ -234,51 +221,15 @@ class NodeConnection:
                 finally:
                     await response.aclose()
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from error
-
-    def _unreachable(self, error: Exception) -> NodeUnreachableError:
-        is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
-        reason = "no answer in time" if is_late else str(error) or type(error).__name__
-        return NodeUnreachableError(
-            f"The node at {self.url} cannot be reached: {printable(reason, 200)}.",
-            hint=_HINT_REACH,
-            code="unreachable",
-        )
+            raise self._node.unreachable(error) from error
 
     def _refusal(self, status: int, body: bytes) -> NodeError:
-        try:
-            told = ErrorBody.model_validate_json(body)
-        except ValidationError:
-            return NodeUnreachableError(
-                f"What answers at {self.url} is no linkcpp node (HTTP status {status}).",
-                hint=_HINT_REACH,
-                code="not_a_node",
-            )
-        message = printable(told.message, 500)
-        hint = printable(told.hint, 500) if told.hint else None
+        told = self._node.told(status, body)
         if status == httpx.codes.UNAUTHORIZED:
             return WrongTokenError(
                 f"The node at {self.url} does not take this machine's token.",
                 hint=_HINT_TOKEN,
                 code=told.code,
             )
-        return NodeRefusedError(f"{self.url}: {message}", hint=hint, code=told.code, told=message)
-
-    def _parse(self, record: type[_R], body: bytes) -> _R:
-        try:
-            return record.model_validate_json(body)
-        except ValidationError as error:
-            raise NodeUnreachableError(
-                f"What answers at {self.url} is no linkcpp node of a version that fits this one.",
-                hint="Install the same version of linkcpp on both machines.",
-                code="not_a_node",
-            ) from error
-
-
-async def _read_bounded(response: httpx.Response) -> bytes:
-    body = bytearray()
-    async for piece in response.aiter_raw():
-        body += piece
-        if len(body) > _LONGEST_ANSWER_BYTES:
-            raise httpx.RemoteProtocolError("the answer is too long")
-    return bytes(body)
+        message = f"{self.url}: {told.message}"
+        return NodeRefusedError(message, hint=told.hint, code=told.code, told=told.message)

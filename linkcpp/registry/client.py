@@ -142,7 +142,7 @@ class HubClient(HubConnection):
                 error.response.status_code, bytes(error.response.body or b"")
             ) from None
         except (OSError, WebSocketException, ValueError) as error:
-            raise self.unreachable(error) from error
+            raise self.service.unreachable(error) from error
         try:
             yield self._read_events(connection)
         finally:

@@ -9,12 +9,10 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
-from pydantic import ValidationError
 
-from linkcpp.common.errors import LinkcppError
-from linkcpp.common.records import ErrorBody, WireRecord
+from linkcpp.common.records import WireRecord
 from linkcpp.common.request_ids import request_id_headers
-from linkcpp.common.text import printable
+from linkcpp.common.service_calls import CalledService, ServiceError, read_bounded
 from linkcpp.registry.records import HubHealth, NodeToken
 from linkcpp.registry.trust import check_hub_url, is_protected, tls_context
 
@@ -26,12 +24,8 @@ _HINT_REACH = "See that `linkcpp hub` runs there and that this machine can reach
 _R = TypeVar("_R", bound=WireRecord)
 
 
-class HubError(LinkcppError):
-    """A call to a hub failed; ``code`` is that of ``ErrorBody`` where the hub answered."""
-
-    def __init__(self, message: str, *, hint: str | None = None, code: str) -> None:
-        super().__init__(message, hint=hint)
-        self.code = code
+class HubError(ServiceError):
+    """A call to a hub failed."""
 
 
 class HubUnreachableError(HubError):
@@ -71,6 +65,7 @@ class HubConnection:
         allow_plain: bool = False,
     ) -> None:
         self.url = check_hub_url(url, allow_plain=allow_plain)
+        self.service = CalledService("hub", self.url, _HINT_REACH, HubUnreachableError)
         self.timeout_seconds = timeout_seconds
         self._renew = renew
         self._token: NodeToken | None = None
@@ -165,14 +160,7 @@ class HubConnection:
             HubError: see its kinds.
         """
         content = await self.exchange(method, path, body, authenticated=authenticated)
-        try:
-            return answer.model_validate_json(content)
-        except ValidationError as error:
-            raise HubUnreachableError(
-                f"What answers at {self.url} is no linkcpp hub of a version that fits this one.",
-                hint="Install the same version of linkcpp on both machines.",
-                code="not_a_hub",
-            ) from error
+        return self.service.parse(answer, content)
 
     async def exchange(
         self,
@@ -194,9 +182,9 @@ class HubConnection:
                 asyncio.timeout(2 * self.timeout_seconds),
                 self.stream(method, path, content, authenticated=authenticated) as response,
             ):
-                return await _read_bounded(response)
+                return await read_bounded(response, _LONGEST_ANSWER_BYTES)
         except (httpx.HTTPError, TimeoutError, OSError) as error:
-            raise self.unreachable(error) from error
+            raise self.service.unreachable(error) from error
 
     @asynccontextmanager
     async def stream(
@@ -216,7 +204,9 @@ class HubConnection:
         response = await self._send(method, path, content, dict(headers or {}), authenticated)
         try:
             if not response.is_success:
-                raise self.refusal(response.status_code, await _read_bounded(response))
+                raise self.refusal(
+                    response.status_code, await read_bounded(response, _LONGEST_ANSWER_BYTES)
+                )
             yield response
         finally:
             await response.aclose()
@@ -242,38 +232,23 @@ class HubConnection:
             try:
                 response = await self._http.send(request, stream=True)
             except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-                raise self.unreachable(error) from error
+                raise self.service.unreachable(error) from error
             is_turned_away = response.status_code == httpx.codes.UNAUTHORIZED
             if token is None or not is_turned_away or not await self._drop_token(token):
                 return response
             await response.aclose()
 
-    def unreachable(self, error: Exception) -> HubUnreachableError:
-        """Say in words that there was no answer."""
-        is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
-        reason = "no answer in time" if is_late else str(error) or type(error).__name__
-        return HubUnreachableError(
-            f"The hub at {self.url} cannot be reached: {printable(reason, 200)}.",
-            hint=_HINT_REACH,
-            code="unreachable",
-        )
-
     def refusal(self, status: int, body: bytes) -> HubError:
-        """Say in words what the hub answered in place of what was asked for."""
-        try:
-            told = ErrorBody.model_validate_json(body)
-        except ValidationError:
-            # A proxy in front answers 502 to 504 itself while the hub is being started again.
-            return HubUnreachableError(
-                f"What answers at {self.url} is no linkcpp hub (HTTP status {status}).",
-                hint=_HINT_REACH,
-                code="not_a_hub",
-            )
-        message = f"{self.url}: {printable(told.message, 500)}"
-        hint = printable(told.hint, 500) if told.hint else None
+        """Say in words what the hub answered in place of what was asked for.
+
+        Raises:
+            HubUnreachableError: it was no hub that answered.
+        """
+        told = self.service.told(status, body)
+        message = f"{self.url}: {told.message}"
         if status >= httpx.codes.INTERNAL_SERVER_ERROR:
-            return HubUnreachableError(message, hint=hint, code=told.code)
-        return HubRefusedError(message, hint=hint, code=told.code, status=status)
+            return HubUnreachableError(message, hint=told.hint, code=told.code)
+        return HubRefusedError(message, hint=told.hint, code=told.code, status=status)
 
     def dial_options(self) -> dict[str, Any]:
         """Return how WebSockets are dialled from here: ``websockets`` takes these by name."""
@@ -289,12 +264,3 @@ class HubConnection:
 def may_dial(url: str, hub_url: str) -> bool:
     """Tell whether an address that a hub named is at least as protected as the hub's own."""
     return is_protected(url) or not is_protected(hub_url)
-
-
-async def _read_bounded(response: httpx.Response) -> bytes:
-    body = bytearray()
-    async for piece in response.aiter_raw():
-        body += piece
-        if len(body) > _LONGEST_ANSWER_BYTES:
-            raise httpx.RemoteProtocolError("the answer is too long")
-    return bytes(body)

@@ -1,0 +1,106 @@
+"""Calls to linkcpp's own services, from the client's side: bounded answers, errors in words."""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import httpx
+from pydantic import ValidationError
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import ErrorBody, Record
+from linkcpp.common.text import printable
+
+_MOST_TOLD_CHARACTERS = 500
+
+
+class ServiceError(LinkcppError):
+    """A call to a service failed; ``code`` is that of ``ErrorBody`` where the service answered.
+
+    ``told`` is what the service said, without its address.
+    """
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, code: str, told: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+        self.told = told or message
+
+
+_E = TypeVar("_E", bound=ServiceError)
+_R = TypeVar("_R", bound=Record)
+
+
+@dataclass(frozen=True, slots=True)
+class CalledService(Generic[_E]):
+    """A service as people are told of it: its kind, such as ``hub``, and where it is.
+
+    Where it does not answer, or is something else, an ``unreachable_error`` is made; ``way_out``
+    says what to look at then.
+    """
+
+    kind: str
+    url: str
+    way_out: str
+    unreachable_error: type[_E]
+
+    def unreachable(self, error: Exception) -> _E:
+        """Say in words that there was no answer."""
+        is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
+        reason = "no answer in time" if is_late else str(error) or type(error).__name__
+        return self.unreachable_error(
+            f"The {self.kind} at {self.url} cannot be reached: {printable(reason, 200)}.",
+            hint=self.way_out,
+            code="unreachable",
+        )
+
+    def told(self, status: int, body: bytes) -> ErrorBody:
+        """Return what the service answered in place of what was asked for, fit for a terminal.
+
+        Raises:
+            ServiceError: ``unreachable_error``: such an answer no service of linkcpp gives.
+        """
+        try:
+            told = ErrorBody.model_validate_json(body)
+        except ValidationError:
+            # A proxy in front answers 502 to 504 itself while the service is being started again.
+            raise self.unreachable_error(
+                f"What answers at {self.url} is no linkcpp {self.kind} (HTTP status {status}).",
+                hint=self.way_out,
+                code=f"not_a_{self.kind}",
+            ) from None
+        return ErrorBody(
+            code=told.code,
+            message=printable(told.message, _MOST_TOLD_CHARACTERS),
+            hint=printable(told.hint, _MOST_TOLD_CHARACTERS) if told.hint else None,
+        )
+
+    def parse(self, record: type[_R], content: bytes) -> _R:
+        """Read an answer.
+
+        Raises:
+            ServiceError: ``unreachable_error``: it is of another version.
+        """
+        try:
+            return record.model_validate_json(content)
+        except ValidationError as error:
+            raise self.unreachable_error(
+                f"What answers at {self.url} is no linkcpp {self.kind} of a version that fits "
+                "this one.",
+                hint="Install the same version of linkcpp on both machines.",
+                code=f"not_a_{self.kind}",
+            ) from error
+
+
+async def read_bounded(response: httpx.Response, most_bytes: int) -> bytes:
+    """Read a whole answer that was begun as a stream.
+
+    Raises:
+        httpx.HTTPError: it breaks off, or is longer than ``most_bytes``.
+    """
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > most_bytes:
+            raise httpx.RemoteProtocolError("the answer is too long")
+    return bytes(body)
