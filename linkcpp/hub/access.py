@@ -181,9 +181,9 @@ class Access:
                 self._check_rate(self._failures, scope)
         except HubProblem as too_many:
             problem = too_many
-        headers = {"WWW-Authenticate": "Bearer"} if problem.status == 401 else {}
-        if problem.retry_after_seconds is not None:
-            headers["Retry-After"] = str(math.ceil(problem.retry_after_seconds))
+        headers = problem.headers()
+        if problem.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         await refuse(scope, send, problem.status, problem.body(), headers)
 
     def _check_rate(self, limit: RateLimit, scope: Scope) -> None:

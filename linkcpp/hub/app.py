@@ -91,7 +91,7 @@ def _add_own_routes(app: FastAPI, hub: Hub) -> None:
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HubProblem)
     async def on_problem(_: Request, problem: HubProblem) -> JSONResponse:
-        return JSONResponse(problem.body().model_dump(), problem.status)
+        return JSONResponse(problem.body().model_dump(), problem.status, headers=problem.headers())
 
     add_error_answers(
         app,

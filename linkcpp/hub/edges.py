@@ -38,6 +38,10 @@ _MOST_EDGES_PER_PAIR = 8
 _TOLD_LATELY_SECONDS = 60.0
 _CREATIONS_AT_ONCE = 128
 _SECONDS_PER_CREATION = 1.0
+# All edges of a machine may lose their gateway at once, and then look for other ways again and
+# again; who is refused goes on with the offer that it has, and asks again.
+_RENEWALS_AT_ONCE = 4 * _MOST_EDGES_PER_MACHINE
+_SECONDS_PER_RENEWAL = 0.05
 
 
 class Edges:
@@ -56,9 +60,8 @@ class Edges:
         self._writer = writer
         self._events = events
         self._clock = clock
-        self._creations = RateLimit(
-            tries=_CREATIONS_AT_ONCE, seconds_per_try=_SECONDS_PER_CREATION, most_addresses=65_536
-        )
+        self._creations = _limit(_CREATIONS_AT_ONCE, _SECONDS_PER_CREATION)
+        self._renewals = _limit(_RENEWALS_AT_ONCE, _SECONDS_PER_RENEWAL)
 
     async def create(self, backbone_id: str, request: EdgeRequest) -> EdgeOffer:
         """Make an edge, tell the node, and return the coordinator's offer.
@@ -68,7 +71,7 @@ class Edges:
                 revoked meanwhile.
         """
         now = self._clock()
-        self._check_rate(backbone_id)
+        _check_rate(self._creations, backbone_id, "too many edges")
         self._check_node(backbone_id, request.node_id, now)
         self._check_counts(backbone_id, request.node_id, now)
         edge = Edge(
@@ -96,8 +99,9 @@ class Edges:
         """Give both sides another offer for an edge whose way was lost.
 
         Raises:
-            HubProblem: the edge is closed, or another machine's.
+            HubProblem: the edge is closed, or another machine's, or this one asks too often.
         """
+        _check_rate(self._renewals, backbone_id, "other ways for its edges too often")
         edge = self._directory.edges.get(edge_id)
         if edge is None or edge.backbone_node_id != backbone_id:
             raise _unknown_edge()
@@ -201,17 +205,6 @@ class Edges:
         if len(self._directory.edges_of(node_id, with_pending=True)) >= _MOST_EDGES_PER_MACHINE:
             raise HubProblem(409, "too_many_edges", "That node has too many edges already.")
 
-    def _check_rate(self, backbone_id: str) -> None:
-        wait_seconds = self._creations.take(backbone_id)
-        if wait_seconds is not None:
-            raise HubProblem(
-                429,
-                "too_many_calls",
-                "This machine asks for too many edges.",
-                hint=f"Wait {math.ceil(wait_seconds)} s.",
-                retry_after_seconds=wait_seconds,
-            )
-
     def _choose(self, edge: Edge, now: float) -> str | None:
         node = self._directory.machines.get(edge.node_id)
         return choose_gateway(
@@ -285,6 +278,22 @@ class Edges:
         machines = self._directory.machines
         backbone, node = machines[edge.backbone_node_id], machines[edge.node_id]
         return (backbone, node) if role is EdgeRole.BACKBONE else (node, backbone)
+
+
+def _limit(tries: int, seconds_per_try: float) -> RateLimit:
+    return RateLimit(tries=tries, seconds_per_try=seconds_per_try, most_addresses=65_536)
+
+
+def _check_rate(limit: RateLimit, backbone_id: str, what: str) -> None:
+    wait_seconds = limit.take(backbone_id)
+    if wait_seconds is not None:
+        raise HubProblem(
+            429,
+            "too_many_calls",
+            f"This machine asks for {what}.",
+            hint=f"Wait {math.ceil(wait_seconds)} s.",
+            retry_after_seconds=wait_seconds,
+        )
 
 
 def _unknown_edge() -> HubProblem:

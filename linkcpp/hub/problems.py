@@ -1,5 +1,6 @@
 """Why the hub refuses a call."""
 
+import math
 from typing import Final
 
 from linkcpp.common.errors import LinkcppError
@@ -24,6 +25,12 @@ class HubProblem(LinkcppError):  # noqa: N818 - a refusal, no defect
         self.status = status
         self.code = code
         self.retry_after_seconds = retry_after_seconds
+
+    def headers(self) -> dict[str, str]:
+        """Return what else goes into the answer's head."""
+        if self.retry_after_seconds is None:
+            return {}
+        return {"Retry-After": str(math.ceil(self.retry_after_seconds))}
 
     def body(self) -> ErrorBody:
         """Return what the caller is answered."""

@@ -7,6 +7,8 @@ import pytest
 from sqlalchemy import Engine, select
 from starlette.websockets import WebSocket
 
+from linkcpp.common.access import RateLimit
+from linkcpp.edge.offers import HubOffers
 from linkcpp.hub import edges as hub_edges
 from linkcpp.hub.assignment import UNMEASURED_MS, Candidate, choose_gateway
 from linkcpp.hub.problems import HubProblem
@@ -324,6 +326,26 @@ async def test_a_machine_that_asks_for_edges_without_end_is_slowed_down(hub: Run
     assert codes == {"unknown_machine", "too_many_calls"}
     other = await hub.machine(Role.BACKBONE)
     await other.client.create_edge(EdgeRequest(node_id=node.node_id))
+
+
+async def test_a_machine_that_renews_an_edge_without_end_is_slowed_down_and_goes_on_later(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = RateLimit(tries=2, seconds_per_try=5, clock=hub.clock)
+    monkeypatch.setattr(hub.hub.edges, "_renewals", limit)
+    node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
+    offers = HubOffers(backbone.client, node.node_id)
+    first = await offers.offer(())
+    for _ in range(2):
+        await offers.offer(())
+    with pytest.raises(HubRefusedError, match="other ways for its edges too often") as refused:
+        await offers.offer(())
+    assert (refused.value.status, refused.value.code) == (429, "too_many_calls")
+    call = (f"/v1/edges/{first.edge_id}/offer", backbone.headers)
+    answer = await hub.http.post(call[0], json={}, headers=call[1])
+    assert int(answer.headers["Retry-After"]) in range(1, 6)
+    hub.clock.offset += 5
+    assert (await offers.offer(())).edge_id == first.edge_id
 
 
 async def test_rows_of_edges_that_were_closed_long_ago_are_deleted(hub: RunningHub) -> None:
