@@ -65,6 +65,7 @@ class AcceptedEdge:
         self._exchange: Exchange | None = None
         self._links: list[Link] = []
         self._dials: dict[str, asyncio.Task[None]] = {}
+        self._wanted = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -87,9 +88,11 @@ class AcceptedEdge:
             return
         if url not in self._dials:
             self._dial(url)
-        elif self._exchange is not None and (link := self._exchange.link) is not None:
+        elif (link := self._active) is not None:
             # The coordinator asks for a way, so the one in use may be dead without our knowing.
             self._spawn(self._see_whether_alive(link))
+        else:
+            self._wanted.set()
 
     async def serve(self, carrier: Carrier, path: str) -> None:
         """Use a carrier, whose other side is there, until it ends.
@@ -196,21 +199,32 @@ class AcceptedEdge:
         pause_seconds = self._times.first_pause
         while self.offer.relay_url == url and self.offer.expires_at > time.time():
             began = monotonic()
-            with contextlib.suppress(CarrierLostError):
-                offer = self.offer
-                carrier = await dial_paired(
-                    url,
-                    Hello(offer.role, offer.edge_id, offer.ticket),
-                    dial_seconds=self._times.dial,
-                    pairing_seconds=PAIRING_SECONDS + self._times.dial,
-                )
-                await self.serve(carrier, _relay_path(url))
+            self._wanted.clear()
+            has_met = await self._meet_at_relay(url)
             if self._active is not None:
                 return
-            if monotonic() - began > self._times.longest_pause:
+            if has_met or monotonic() - began > self._times.longest_pause:
                 pause_seconds = self._times.first_pause
-            await asyncio.sleep(pause_seconds * random.uniform(0.5, 1.0))  # noqa: S311
+            # The coordinator asks the hub when it comes to the relay: then nobody pauses.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_seconds * random.uniform(0.5, 1.0)):  # noqa: S311
+                    await self._wanted.wait()
             pause_seconds = min(2 * pause_seconds, self._times.longest_pause)
+
+    async def _meet_at_relay(self, url: str) -> bool:
+        """Be at a relay once, as long as that lasts; returns whether the coordinator came."""
+        offer = self.offer
+        try:
+            carrier = await dial_paired(
+                url,
+                Hello(offer.role, offer.edge_id, offer.ticket),
+                dial_seconds=self._times.dial,
+                pairing_seconds=PAIRING_SECONDS + self._times.dial,
+            )
+            await self.serve(carrier, _relay_path(url))
+        except CarrierLostError:
+            return False
+        return True
 
     async def _see_whether_alive(self, link: Link) -> None:
         try:

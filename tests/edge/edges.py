@@ -191,14 +191,14 @@ class Node(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def node_beyond(
-    hub: HubOfTest, *, rtt_seconds: float, loss: float = 0.0
+    hub: HubOfTest, *, rtt_seconds: float, loss: float = 0.0, times: EdgeTimes = QUICK
 ) -> AsyncIterator[tuple[SlowRelay, Node]]:
     """Run a node whose gateway both sides reach through a slow network only."""
     async with (
         gateways(hub) as made,
         slow_relay(made[0].port, rtt_seconds=rtt_seconds, loss=loss) as network,
         echo_server() as echo,
-        accepting(hub, echo.port) as acceptor,
+        accepting(hub, echo.port, times=times) as acceptor,
     ):
         made[0].public_port = network.port
         yield network, Node(acceptor, echo, made)

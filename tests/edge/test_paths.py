@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.edge.choosing import Path, PathKind, RoundTrips, choose
+from linkcpp.edge.endpoint import EdgeEndpoint
 from linkcpp.edge.offers import EdgeEndedError
 from linkcpp.edge.status import EdgeState
 from tests.edge.agent import direct_route
 from tests.edge.edges import QUICK, HubOfTest, edge, gateways, node_beyond, running_node
 from tests.edge.programs import exchange, until
-from tests.support.slow_relay import slow_relay
+from tests.support.slow_relay import SlowRelay, slow_relay
 
 DIRECT = Path(PathKind.DIRECT)
 RELAY = Path(PathKind.RELAY, "g1")
@@ -170,6 +171,30 @@ async def test_a_network_that_falls_silent_is_noticed_and_got_over() -> None:
         network.is_silent = False
         assert await transfer == data
         assert node.echo.connection_count == 1
+
+
+async def cut_again_and_again(network: SlowRelay, end: EdgeEndpoint, count: int) -> None:
+    for number in range(count):
+        await until(lambda: end.status().state is EdgeState.UP)
+        assert await exchange(end.port, b"between two cuts") == b"between two cuts"
+        network.cut()
+        await until(lambda: end.status().reconnect_count > number)  # noqa: B023
+
+
+async def test_a_network_that_is_cut_again_and_again_does_not_make_the_node_wait() -> None:
+    """What fails makes it pause ever longer, up to an hour here; what worked does not."""
+    hub = HubOfTest()
+    times = QUICK._replace(longest_pause=3600.0)
+    async with node_beyond(hub, rtt_seconds=0.0, times=times) as (network, _), edge(hub) as end:
+        hub.tells_node = False
+        await cut_again_and_again(network, end, 15)
+
+
+async def test_a_coordinator_that_asks_for_a_way_ends_the_pause_of_the_node() -> None:
+    hub = HubOfTest()
+    times = QUICK._replace(first_pause=3600.0)
+    async with node_beyond(hub, rtt_seconds=0.0, times=times) as (network, _), edge(hub) as end:
+        await cut_again_and_again(network, end, 3)
 
 
 async def test_a_small_message_is_not_held_up_by_bulk() -> None:
