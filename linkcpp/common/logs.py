@@ -53,6 +53,18 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(told | extra, default=str)
 
 
+def said_in_line(line: str) -> str:
+    """Return what a log says in a line; of JSON, the message and the end of the exception."""
+    if not line.startswith('{"time": '):
+        return line
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return line
+    exception = str(told.get("exception", "")).strip().rpartition("\n")[2]
+    return ": ".join(part for part in (str(told.get("message", "")), exception) if part)
+
+
 class _LineFormatter(logging.Formatter):
     """Writes lines for people; those of requests, which are all fields, in words."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from linkcpp.common.logs import said_in_line
 from linkcpp.common.records import Record
 
 
@@ -116,7 +117,8 @@ def missing_library(lines: Iterable[str]) -> str | None:
 
 def telling_line(lines: Iterable[str]) -> str | None:
     """Return the last line that sounds like a reason, or else the last that says anything."""
-    spoken = [line.strip() for line in lines if any(sign.isalnum() for sign in line)]
+    said = (said_in_line(line.strip()) for line in lines)
+    spoken = [line for line in said if any(sign.isalnum() for sign in line)]
     for line in reversed(spoken):
         if _TELLING.search(line):
             return line

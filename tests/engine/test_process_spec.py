@@ -46,6 +46,11 @@ def test_every_delay_is_within_bounds(failures: int, limit: int) -> None:
         (0, ["Failed to create server socket"], "exited with 0: Failed to create server socket"),
         (3, ["bye", "---", ""], "exited with 3: bye"),
         (
+            -11,
+            ['{"time": "now", "level": "error", "message": "lost", "exception": "A\\nB: no file"}'],
+            "died of SIGSEGV: lost: B: no file",
+        ),
+        (
             127,
             [
                 "/x/llama-server: error while loading shared libraries: libgomp.so.1: "
