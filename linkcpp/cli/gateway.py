@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 import uvloop
 
-from linkcpp.cli.join_token import credentials_of, without_token
+from linkcpp.cli.join_token import credentials_of, own_identity, without_token
 from linkcpp.cli.output import console, status_console
 from linkcpp.cli.verb import verb
-from linkcpp.cluster.config import load_config, node_url
-from linkcpp.cluster.identity import Identity, load_identity
+from linkcpp.cluster.config import node_url
+from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.once import write_once
 from linkcpp.common.descriptors import raise_descriptor_limit
 from linkcpp.common.errors import LinkcppError
@@ -64,7 +64,9 @@ def gateway(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
     ] = DEFAULT_GATEWAY_PORT,
-    name: Annotated[str | None, typer.Option(help="Name to show; default: the host name.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name to show; default: the earlier one, or the host name.")
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Allow addresses without TLS. Not safe.")
     ] = False,
@@ -77,7 +79,7 @@ def gateway(
     It listens on loopback, for a proxy with a certificate in front of it; docs/operations.md shows
     one. The log is on stderr, one JSON object a line.
     """
-    identity = load_identity(name or load_config().name)
+    identity = own_identity(name, hub)
     credentials = credentials_of(hub, token, identity, roles=(Role.GATEWAY,), plain=plain)
     _check_role(credentials)
     if unit:

@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
-from linkcpp.cli.join_token import credentials_of, without_token
+from linkcpp.cli.join_token import credentials_of, own_identity, without_token
 from linkcpp.cli.log_format import LogFormatOption
 from linkcpp.cli.node_run import check_options, look_at_machine, serve
 from linkcpp.cli.output import console
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
-from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.limits import usable_cores
 from linkcpp.cluster.token import load_token, make_challenge
 from linkcpp.common.errors import LinkcppError
@@ -67,7 +66,9 @@ def join(
             "LINKCPP_JOIN_TOKEN. Not needed again later."
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name to show; default: the host name.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name to show; default: the earlier one, or the host name.")
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(help="The most that this machine gives, like 6GB.")
     ] = None,
@@ -113,7 +114,7 @@ def join(
         _print_unit()
         return
     config = load_config()
-    identity = load_identity(name or config.name)
+    identity = own_identity(name, url)
     is_for_node = (
         no_listen
         or port != DEFAULT_AGENT_PORT

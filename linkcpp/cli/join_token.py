@@ -9,16 +9,26 @@ from pathlib import Path
 import typer
 
 from linkcpp.cli.output import status_console
-from linkcpp.cluster.identity import Identity
+from linkcpp.cluster.config import load_config
+from linkcpp.cluster.identity import Identity, load_identity
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import expand_home
 from linkcpp.registry.client import join_hub
-from linkcpp.registry.credentials import HubCredentials, load_credentials
+from linkcpp.registry.credentials import HubCredentials, joined_name, load_credentials
 from linkcpp.registry.keys import load_keys
 from linkcpp.registry.records import Role
 
 TOKEN_VARIABLE = "LINKCPP_JOIN_TOKEN"  # noqa: S105 - the name of a variable, no secret
 _LONGEST_TOKEN_BYTES = 4096
+
+
+def own_identity(name: str | None, url: str) -> Identity:
+    """Say who this machine is at a hub: by ``name``, its settings, or what it joined as.
+
+    Raises:
+        LinkcppError: the settings, the credentials or the id of this machine cannot be used.
+    """
+    return load_identity(name or load_config().name or joined_name(url))
 
 
 def credentials_of(

@@ -253,6 +253,7 @@ async def join_hub(
         answer = await client.call(JoinAnswer, "POST", "/v1/join", body, authenticated=False)
         credentials = HubCredentials(
             url=client.url,
+            name=identity.name,
             hub_id=answer.hub_id,
             hub_public_key=answer.hub_public_key,
             node_token=answer.node_token,

@@ -16,16 +16,17 @@ from linkcpp.common.paths import config_folder
 from linkcpp.common.records import Record
 from linkcpp.common.text import printable
 from linkcpp.registry.encoding import fingerprint
-from linkcpp.registry.fields import MachineId, PublicKey, Url
+from linkcpp.registry.fields import MachineId, Name, PublicKey, Url
 from linkcpp.registry.records import NodeToken
 from linkcpp.registry.secret_file import SECRET_MODE, read_secret
 from linkcpp.registry.tickets import HubKey
 
 
 class HubCredentials(Record):
-    """A hub that this machine joined, with the last token that it gave."""
+    """A hub that this machine joined as ``name``, with the last token that it gave."""
 
     url: Url
+    name: Name | None = None
     hub_id: MachineId
     hub_public_key: PublicKey
     node_token: NodeToken
@@ -60,6 +61,16 @@ def load_credentials(url: str) -> HubCredentials:
         f"This machine did not join the hub at {printable(wanted, 200)}.",
         hint="`linkcpp join URL --token …`; `linkcpp hub token create` makes a token there.",
     )
+
+
+def joined_name(url: str) -> str | None:
+    """Return what this machine called itself when it joined the hub at ``url``, if it did.
+
+    Raises:
+        LinkcppError: as ``list_credentials``.
+    """
+    names = (known.name for known in list_credentials() if known.url == url.rstrip("/"))
+    return next(names, None)
 
 
 def list_credentials() -> tuple[HubCredentials, ...]:

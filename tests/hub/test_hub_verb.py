@@ -94,7 +94,7 @@ async def test_a_hub_from_its_first_start_to_a_revoked_machine(
 
     identity = Identity(node_id=NodeId(str(uuid.uuid4())), name="attic")
     credentials = await join_hub(running.url, token, identity=identity, keys=make_keys())
-    assert credentials.node_token.role is Role.NODE
+    assert (credentials.node_token.role, credentials.name) == (Role.NODE, "attic")
     nodes = run("nodes", *here).stdout
     assert "attic" in nodes
     assert "the hub itself" in nodes

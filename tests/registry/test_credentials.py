@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from linkcpp.cli.join_token import own_identity
+from linkcpp.cluster.identity import host_name
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.settings import config_path
 from linkcpp.registry.credentials import (
     HubCredentials,
     forget_hub,
@@ -53,6 +56,15 @@ def test_keys_that_others_may_read_or_that_are_none_are_refused_with_the_way_out
     keys_path().chmod(0o600)
     with pytest.raises(LinkcppError, match="does not hold this machine's keys"):
         load_keys()
+
+
+def test_a_machine_keeps_the_name_that_it_joined_a_hub_with() -> None:
+    save_credentials(credentials().model_copy(update={"name": "attic"}))
+    assert own_identity(None, "https://hub.example/").name == "attic"
+    assert own_identity("cellar", "https://hub.example").name == "cellar"
+    assert own_identity(None, "https://other.example").name == host_name()
+    config_path().write_text('name = "tower"\n')
+    assert own_identity(None, "https://hub.example").name == "tower"
 
 
 def test_credentials_are_found_by_the_hubs_address_and_forgotten_on_request() -> None:
