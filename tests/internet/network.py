@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,13 +138,14 @@ class Internet:
         """Return the router of a home."""
         return Host(f"{home.name}-r", f"{home.namespace}-r", "", self.folder / f"{home.name}-r")
 
-    def name(self, domain: str, address: str) -> None:
-        """Let every host find ``domain`` at ``address``."""
+    def name(self, addresses: Mapping[str, str]) -> None:
+        """Let every host find these domains at their addresses."""
+        lines = [f"{address} {domain}\n" for domain, address in addresses.items()]
         for namespace in self._namespaces:
             etc = Path("/etc/netns") / namespace
             etc.mkdir(parents=True, exist_ok=True)
             self._etc.append(etc)
-            (etc / "hosts").write_text(f"127.0.0.1 localhost\n{address} {domain}\n")
+            (etc / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
 
     def readdress(self, host: Host) -> None:
         """Give a home's router another public address, as providers do at night."""

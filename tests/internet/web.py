@@ -1,14 +1,13 @@
-"""A real nginx that ends TLS on 443 in front of a hub, with an authority of its own.
+"""A real nginx that ends TLS on 443 in front of a hub or gateway, with an authority of its own.
 
 The configuration is the shipped template, with the paths of the test in it.
 """
 
 import contextlib
 import datetime
-import ipaddress
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,12 @@ from cryptography.x509.oid import NameOID
 from linkcpp.common.resources import resource_folder
 from tests.internet.network import Host, ending
 
-DOMAIN = "hub.example"
+_DOMAIN_OF_TEMPLATE = "hub.example"
 _NGINX = shutil.which("nginx") or "/usr/sbin/nginx"
 
 
-def certificates(folder: Path) -> Path:
-    """Make an authority and a certificate for ``DOMAIN``; returns the authority's file."""
+def certificates(folder: Path, domains: Sequence[str]) -> Path:
+    """Make an authority and a certificate for all domains; returns the authority's file."""
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC)
     root_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
@@ -48,11 +47,9 @@ def certificates(folder: Path) -> Path:
         .sign(root_key, hashes.SHA256())
     )
     leaf = (
-        builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, DOMAIN)]), key)
+        builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, domains[0])]), key)
         .add_extension(
-            x509.SubjectAlternativeName(
-                [x509.DNSName(DOMAIN), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-            ),
+            x509.SubjectAlternativeName([x509.DNSName(domain) for domain in domains]),
             critical=False,
         )
         .sign(root_key, hashes.SHA256())
@@ -69,12 +66,12 @@ def certificates(folder: Path) -> Path:
     return folder / "authority.pem"
 
 
-def nginx_configuration(folder: Path, port: int, hub_port: int) -> str:
+def nginx_configuration(folder: Path, certificate: Path, domain: str, target_port: int) -> str:
     """Return a whole ``nginx.conf`` around the shipped template."""
     site = (resource_folder("templates") / "hub" / "nginx.conf").read_text()
-    site = site.replace("/etc/ssl/hub.example", str(folder))
-    site = site.replace("listen 443 ssl", f"listen {port} ssl")
-    site = site.replace("127.0.0.1:8720", f"127.0.0.1:{hub_port}")
+    site = site.replace(f"/etc/ssl/{_DOMAIN_OF_TEMPLATE}", str(certificate))
+    site = site.replace(_DOMAIN_OF_TEMPLATE, domain)
+    site = site.replace("127.0.0.1:8720", f"127.0.0.1:{target_port}")
     temporary = "".join(
         f"  {kind}_temp_path {folder}/{kind};\n"
         for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -87,12 +84,17 @@ def nginx_configuration(folder: Path, port: int, hub_port: int) -> str:
 
 
 @contextlib.contextmanager
-def nginx(host: Host, folder: Path, *, hub_port: int, port: int = 443) -> Iterator[None]:
-    """Run nginx on a host while the block runs; ``folder`` has its certificate."""
+def nginx(host: Host, certificate: Path, domain: str, *, target_port: int) -> Iterator[None]:
+    """Run nginx on a host while the block runs; ``certificate`` is the folder of its certificate.
+
+    What comes to ``domain`` on 443 goes to a port of the host's loopback.
+    """
     if not Path(_NGINX).exists():
         pytest.skip("nginx is not installed")
+    folder = host.home / "nginx"
+    folder.mkdir(parents=True)
     configuration = folder / "nginx.conf"
-    configuration.write_text(nginx_configuration(folder, port, hub_port))
+    configuration.write_text(nginx_configuration(folder, certificate, domain, target_port))
     process = host.start(_NGINX, "-p", str(folder), "-c", str(configuration))
     with ending(process):
         deadline = time.monotonic() + 20

@@ -1,4 +1,6 @@
-"""A hub on 443, a coordinator, and homes whose machines join: driven by what people type."""
+"""A hub and gateways on 443, a coordinator, and homes whose machines join: driven by what people
+type.
+"""
 
 import contextlib
 import dataclasses
@@ -7,23 +9,38 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from linkcpp.common.resources import resource_folder
 from linkcpp.engine.records import EngineLocation
+from linkcpp.launch.experts.records import ExpertsState
+from linkcpp.launch.folder import DeploymentFolder
+from tests.internet import line
+from tests.internet.asking import Answer, Asking
 from tests.internet.network import Host, Internet, end, internet
-from tests.internet.web import DOMAIN, certificates, nginx
+from tests.internet.web import certificates, nginx
 from tests.launch.swarm import wait_until
 
-HUB_URL = f"https://{DOMAIN}"
+HUB_DOMAIN = "hub.example"
+HUB_URL = f"https://{HUB_DOMAIN}"
 HUB_PORT = 8720
+GATEWAY_PORT = 8721
+LINE_PORT = 8722
 NAME = "wan"
+# When so many tokens have come, an answer is under way.
+_FEW_TOKENS = 20
+_SERVES = "Ctrl-C stops it"
 
 
 class World:
-    """All machines. Programs that were started end with ``close``."""
+    """All machines. Programs that were started end with ``close``.
+
+    There are two gateways, north and south; what comes to the southern one's passes a line that can
+    be bad.
+    """
 
     def __init__(self, network: Internet, folder: Path, engine: EngineLocation) -> None:
         assert engine.llama_server is not None
@@ -31,50 +48,97 @@ class World:
         self.network = network
         self.folder = folder
         self.hub = network.public_host("hub")
+        self.gateways = {name: network.public_host(name) for name in ("north", "south")}
         self.coordinator = network.public_host("coordinator")
         self.homes = {name: network.home_host(name) for name in ("attic", "cellar")}
         self.office = network.public_host("office")
-        network.name(DOMAIN, self.hub.address)
-        authority = certificates(folder / "tls")
+        addresses = {_domain(name): host.address for name, host in self.gateways.items()}
+        addresses[HUB_DOMAIN] = self.hub.address
+        network.name(addresses)
+        authority = str(certificates(folder / "tls", list(addresses)))
+        for host in self.gateways.values():
+            host.environment["SSL_CERT_FILE"] = authority
         for core, host in enumerate((self.coordinator, *self.homes.values(), self.office)):
             host.core = core
             host.environment |= {
-                "SSL_CERT_FILE": str(authority),
+                "SSL_CERT_FILE": authority,
                 "LINKCPP_ENGINE": str(engine.llama_server.parent),
             }
         self.templates = self._one_thread_templates()
         self._running: dict[str, subprocess.Popen[str]] = {}
+        self._tokens: dict[str, str] = {}
+        self._asked = 0
         self._closing = contextlib.ExitStack()
 
-    def start(self) -> None:
-        """Bring up the hub behind nginx, and let the coordinator join."""
-        self.start_hub()
-        self._closing.enter_context(nginx(self.hub, self.folder / "tls", hub_port=HUB_PORT))
-        self.coordinator.run("join", HUB_URL, "--token", self.token("backbone"))
+    def start(self, model: Path, model_name: str) -> None:
+        """Bring up a hub that has the model, the northern gateway, the coordinator and the homes.
 
-    def start_hub(self) -> None:
-        """Start the hub with its gateway; it was perhaps killed before."""
-        words = ("hub", "--gateway", "--port", str(HUB_PORT))
-        self._start("hub", self.hub, *words, until="Ctrl-C stops it")
+        The hub does not relay by itself.
+        """
+        self._serve_tls(self.hub, HUB_DOMAIN, HUB_PORT)
+        self.start_hub()
+        tokens = {"backbone": 1, "node": len(self.homes) + 1, "gateway": len(self.gateways)}
+        self._tokens = dict(zip(tokens, _at_once(self._token, tokens.items()), strict=True))
+        self.start_gateway("north")
+        token = self._tokens["backbone"]
+        commands = (
+            lambda: self.hub.run("hub", "models", "add", str(model), "--name", model_name),
+            lambda: self.coordinator.run("join", HUB_URL, "--token", token),
+            *(lambda name=name: self._start_node(name) for name in self.homes),
+        )
+        _at_once(lambda command: command(), commands)
+        wait_until(lambda: self.ready_nodes().keys() >= self.homes.keys())
+
+    def start_hub(self, *options: str) -> None:
+        """Start the hub; it was perhaps killed before."""
+        self._start("hub", self.hub, "hub", "--port", str(HUB_PORT), *options, until=_SERVES)
 
     def kill_hub(self) -> None:
-        """Kill the hub, and the gateway with it, without a warning."""
+        """Kill the hub, and the gateway in its process with it, without a warning."""
         end(self._running.pop("hub"), signal.SIGKILL)
 
-    def token(self, role: str) -> str:
-        """Make a join token, as the hub's operator does."""
-        return self.hub.run("hub", "token", "create", "--role", role).strip().splitlines()[0]
+    def start_gateway(self, name: str) -> None:
+        """Start a gateway, which was perhaps killed before, and wait until the hub knows of it."""
+        host = self.gateways[name]
+        words = ["gateway", "--hub", HUB_URL, "--name", name, "--port", str(GATEWAY_PORT)]
+        words += ["--url", f"https://{_domain(name)}"]
+        if not host.home.exists():
+            words += ["--token", self._tokens["gateway"]]
+            self._connect_gateway(name, host)
+        self._start(name, host, *words, until="the hub knows of this gateway")
+
+    def kill_gateway(self, name: str) -> None:
+        """Kill a gateway without a warning."""
+        end(self._running.pop(name), signal.SIGKILL)
+
+    def gateway_id(self, name: str) -> str:
+        """Return the id of a gateway."""
+        return (self.gateways[name].home / "state" / "node-id").read_text().strip()
+
+    def hub_id(self) -> str:
+        """Return the id of the hub, which that of the gateway in its process is too."""
+        identity = json.loads((self.hub.home / "data" / "hub" / "identity.json").read_text())
+        return str(identity["hub_id"])
+
+    @contextlib.contextmanager
+    def bad_line(self) -> Iterator[None]:
+        """Let the southern gateway's line lose pieces and cut connections meanwhile."""
+        carrying = self._running["line"]
+        carrying.send_signal(signal.SIGUSR1)
+        try:
+            yield
+        finally:
+            carrying.send_signal(signal.SIGUSR2)
+
+    def cut_count(self) -> int:
+        """How often connections were cut by the southern gateway's line."""
+        return self.log("line").count(line.CUT)
 
     def join(self, name: str) -> None:
-        """Let a machine join and serve; a second time it needs no token."""
-        home = self.office if name == self.office.name else self.homes[name]
-        is_new = not (home.home / "config" / "hubs").exists()
-        # Room for some of the small model's experts besides what programs take, not for all.
-        words = ["join", HUB_URL, "--name", name, "--memory", "375MB"]
-        if is_new:
-            words += ["--token", self.token("node")]
-        self._start(name, home, *words, until="Ctrl-C stops it")
-        wait_until(lambda: name in self.ready_nodes(), self._running[name])
+        """Let a machine join and serve, unless it does."""
+        if name not in self._running:
+            self._start_node(name)
+            wait_until(lambda: name in self.ready_nodes(), self._running[name])
 
     def way_to(self, name: str) -> str:
         """Open an edge from the coordinator to a node, and return which way it takes."""
@@ -88,10 +152,13 @@ class World:
         """Return the coordinator's machine as somebody else uses it."""
         return dataclasses.replace(self.coordinator, home=self.folder / "stranger")
 
-    @staticmethod
-    def let_pass(seconds: float) -> None:
-        """Let time pass while something stays broken."""
-        time.sleep(seconds)
+    @contextlib.contextmanager
+    def cut(self, name: str, seconds: float) -> Iterator[None]:
+        """Cut a home off for so long at least, or until the block has ended."""
+        began = time.monotonic()
+        with self.network.cut(self.homes[name]):
+            yield
+            time.sleep(max(0.0, began + seconds - time.monotonic()))
 
     def ready_nodes(self) -> dict[str, Any]:
         """Return what the coordinator finds at the hub and can use, by name."""
@@ -118,54 +185,81 @@ class World:
         return str(json.loads(out)["api_url"])
 
     def stop(self) -> None:
-        """Stop the deployment."""
-        self.coordinator.run("stop", NAME)
+        """Stop what was launched."""
+        self.coordinator.run("stop", "--all")
 
-    def state(self) -> dict[str, Any]:
-        """Return the deployment's state."""
-        report = json.loads(self.coordinator.run("status", NAME, "--json"))
-        state: dict[str, Any] = report["state"]
-        return state
+    def status(self) -> str:
+        """Return what ``linkcpp status`` shows of the deployment."""
+        return self.coordinator.run("status", NAME)
 
-    def tokens(self, url: str, count: int) -> list[Any]:
-        """Ask the API for greedy tokens with their log-probabilities."""
-        return self.answer_of(self.ask(url, count))
+    def experts(self) -> ExpertsState:
+        """Return the state of the deployment's experts, which ``linkcpp status`` reads."""
+        path = self.coordinator.home / "state" / "deployments" / NAME
+        experts = DeploymentFolder(path).read_state().experts
+        assert experts is not None
+        return experts
 
-    def ask(self, url: str, count: int) -> "subprocess.Popen[str]":
-        """Begin to ask; ``answer_of`` waits for the answer."""
-        return self.coordinator.start(sys.executable, "-m", "tests.internet.ask", url, str(count))
+    def ask(self, url: str, count: int) -> Asking:
+        """Begin to ask the API for greedy tokens with their log-probabilities."""
+        self._asked += 1
+        output = self.folder / f"answer-{self._asked}"
+        words = (sys.executable, "-m", "tests.internet.ask", url, str(count))
+        return Asking(self.coordinator.start(*words, log=output), output)
 
-    def answer_of(self, asking: "subprocess.Popen[str]") -> list[Any]:
-        """Return the tokens that were asked for."""
-        out, errors = asking.communicate(timeout=300)
-        assert asking.returncode == 0, errors
-        answer: list[Any] = json.loads(out)
-        return answer
+    def answer(self, url: str, count: int) -> Answer:
+        """Ask, and wait for the answer."""
+        return self.ask(url, count).answer()
 
-    def while_asking(self, url: str, count: int, what: Callable[[], None]) -> list[Any]:
-        """Do something once tokens flow; returns the answer."""
-        before = self.state()["experts"]["dispatch"]["call_count"]
+    def while_asking(self, url: str, count: int, what: Callable[[], None]) -> Answer:
+        """Do something in the middle of an answer, and return the answer."""
         asking = self.ask(url, count)
-        wait_until(lambda: self.state()["experts"]["dispatch"]["call_count"] > before)
+        wait_until(lambda: asking.token_count() >= _FEW_TOKENS, asking.process)
+        assert asking.token_count() < count
         what()
-        return self.answer_of(asking)
+        return asking.answer()
 
     def close(self) -> None:
         """End everything that runs."""
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-            self.coordinator.run("stop", "--all")
-        for process in reversed(self._running.values()):
-            end(process)
+            self.stop()
+        _at_once(end, self._running.values())
         self._closing.close()
 
     def log(self, name: str) -> str:
         """Return what a machine's program has printed."""
         return (self.folder / f"{name}.log").read_text()
 
+    def _token(self, role_and_uses: tuple[str, int]) -> str:
+        role, uses = role_and_uses
+        told = self.hub.run("hub", "token", "create", "--role", role, "--uses", str(uses))
+        return told.strip().splitlines()[0]
+
+    def _start_node(self, name: str) -> None:
+        host = self.office if name == self.office.name else self.homes[name]
+        # Room for some of the small model's experts besides what programs take, not for all.
+        words = ["join", HUB_URL, "--name", name, "--memory", "375MB"]
+        self._start(name, host, *words, "--token", self._tokens["node"], until=_SERVES)
+
+    def _connect_gateway(self, name: str, host: Host) -> None:
+        port = GATEWAY_PORT
+        if name == "south":
+            port = LINE_PORT
+            words = (sys.executable, "-m", "tests.internet.line", str(port), str(GATEWAY_PORT))
+            self._start_program("line", lambda log: host.start(*words, log=log), line.LISTENS)
+        self._serve_tls(host, _domain(name), port)
+
+    def _serve_tls(self, host: Host, domain: str, port: int) -> None:
+        self._closing.enter_context(nginx(host, self.folder / "tls", domain, target_port=port))
+
     def _start(self, name: str, host: Host, *words: str, until: str) -> None:
+        self._start_program(name, lambda log: host.linkcpp(*words, log=log), until)
+
+    def _start_program(
+        self, name: str, start: Callable[[Path], "subprocess.Popen[str]"], until: str
+    ) -> None:
         log = self.folder / f"{name}.log"
         before = log.read_text().count(until) if log.exists() else 0
-        process = self._running[name] = host.linkcpp(*words, log=log)
+        process = self._running[name] = start(log)
         wait_until(lambda: log.read_text().count(until) > before, process)
 
     def _one_thread_templates(self) -> str:
@@ -178,12 +272,21 @@ class World:
 
 
 @contextlib.contextmanager
-def world(folder: Path, engine: EngineLocation) -> Iterator[World]:
-    """Make the world, its hub and its coordinator."""
+def world(folder: Path, engine: EngineLocation, model: Path, model_name: str) -> Iterator[World]:
+    """Make the world, with a model that its hub has."""
     with internet(folder) as network:
         made = World(network, folder, engine)
         try:
-            made.start()
+            made.start(model, model_name)
             yield made
         finally:
             made.close()
+
+
+def _domain(gateway: str) -> str:
+    return f"{gateway}.example"
+
+
+def _at_once(do: Callable[[Any], Any], things: Iterable[Any]) -> list[Any]:
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(do, things))

@@ -192,7 +192,17 @@ def wait_until(
 
 def tokens(url: str, *, count: int = 24, cache_prompt: bool = False) -> list[Any]:
     """Return greedy tokens, each with its eight best log-probabilities."""
-    body = {
+    body = greedy_request(count, cache_prompt=cache_prompt)
+    answer = httpx.post(f"{url}/completion", json=body, timeout=START_SECONDS)
+    answer.raise_for_status()
+    found = tokens_of(answer.json())
+    assert len(found) == count
+    return found
+
+
+def greedy_request(count: int, *, cache_prompt: bool = False) -> dict[str, Any]:
+    """Return the body that asks for greedy tokens."""
+    return {
         "prompt": PROMPT,
         "n_predict": count,
         "temperature": 0,
@@ -200,13 +210,13 @@ def tokens(url: str, *, count: int = 24, cache_prompt: bool = False) -> list[Any
         "cache_prompt": cache_prompt,
         "ignore_eos": True,
     }
-    answer = httpx.post(f"{url}/completion", json=body, timeout=START_SECONDS)
-    answer.raise_for_status()
-    steps = answer.json()["completion_probabilities"]
-    assert len(steps) == count
+
+
+def tokens_of(answer: dict[str, Any]) -> list[Any]:
+    """Return the tokens of an answer, or of a part of it."""
     return [
         [step["id"], [(top["id"], top["logprob"]) for top in step["top_logprobs"]]]
-        for step in steps
+        for step in answer.get("completion_probabilities", ())
     ]
 
 

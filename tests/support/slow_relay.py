@@ -33,10 +33,12 @@ class SlowRelay:
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def cut(self) -> None:
-        """Reset every connection; new ones are taken."""
-        for writer in tuple(self._writers):
+    def cut(self) -> int:
+        """Reset every connection, and return how many there were; new ones are taken."""
+        writers = tuple(self._writers)
+        for writer in writers:
             writer.transport.abort()
+        return len(writers) // 2
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry one connection."""
@@ -107,11 +109,11 @@ class SlowRelay:
 
 @contextlib.asynccontextmanager
 async def slow_relay(
-    target_port: int, *, rtt_seconds: float = 0.0, loss: float = 0.0
+    target_port: int, *, port: int = 0, rtt_seconds: float = 0.0, loss: float = 0.0
 ) -> AsyncIterator[SlowRelay]:
-    """Relay from a free loopback port to ``target_port``."""
+    """Relay from a loopback port, by default a free one, to ``target_port``."""
     relay = SlowRelay(0, target_port, rtt_seconds, loss)
-    server = await asyncio.start_server(relay.serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(relay.serve, "127.0.0.1", port)
     relay.port = server.sockets[0].getsockname()[1]
     try:
         yield relay
