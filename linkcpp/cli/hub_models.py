@@ -57,7 +57,8 @@ def add(
     take the weights from there, unless they were copied. After an interruption the same command
     goes on where it stopped.
     """
-    catalogue = _catalogue(data or context.obj, hub_url)
+    named = data or context.obj
+    catalogue = _catalogue(named, hub_url, may_be_new=named is not None)
     wanted = Addition(
         location=model if is_url(model) else str(expand_home(Path(model))),
         name=check_name(name) if name is not None else name_for(model),
@@ -137,9 +138,10 @@ def remove(
     console().print(f"Removed {escape(printable(name))}.")
 
 
-def _catalogue(data: Path | None, hub_url: str | None) -> Catalogue:
+def _catalogue(data: Path | None, hub_url: str | None, *, may_be_new: bool = False) -> Catalogue:
+    """Open the models of a hub's folder; one that ``may_be_new`` is for a hub yet to be started."""
     folder = data_folder_of(data)
-    if hub_url is not None or not is_hub_folder(folder):
+    if hub_url is not None or not (may_be_new or is_hub_folder(folder)):
         here = f"; {folder} is no hub's data folder" if hub_url is None else ""
         raise LinkcppError(
             f"Models are added to a hub and removed on its own machine{here}.",

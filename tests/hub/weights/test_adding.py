@@ -330,17 +330,25 @@ def test_the_verb_adds_lists_and_removes(web: Server, tmp_path: Path) -> None:
     assert qwen3moe().exists()
 
 
-@pytest.mark.parametrize("words", [(), ("--hub", "https://hub.example")])
-def test_models_are_managed_on_the_hubs_machine_only(
-    tmp_path: Path, words: tuple[str, ...]
-) -> None:
-    if words:
-        load_hub_identity(tmp_path, create=True)
-    for verb_words in (("add", str(qwen3moe())), ("remove", "tiny")):
-        refused = refused_verb(tmp_path, *verb_words, *words)
+def test_models_are_managed_on_the_hubs_machine_only(tmp_path: Path) -> None:
+    load_hub_identity(tmp_path, create=True)
+    there = ("--hub", "https://hub.example")
+    add, remove = ("add", str(qwen3moe())), ("remove", "tiny")
+    nothing_said = [subprocess.run(verb(*words), capture_output=True, text=True, check=False)
+                    for words in (add, remove)]  # fmt: skip
+    for done in nothing_said:
+        assert done.returncode
+        assert "on its own machine" in done.stderr
+    for refused in (refused_verb(tmp_path, *words, *there) for words in (add, remove)):
         assert "on its own machine" in refused
         assert "Run the same there" in refused
     assert not (tmp_path / "models").exists()
+
+
+def test_a_folder_that_is_named_may_be_filled_before_its_hub_is_started(tmp_path: Path) -> None:
+    hub_models(tmp_path, "add", str(qwen3moe()), "--name", "tiny")
+    load_hub_identity(tmp_path, create=True)
+    assert "tiny" in hub_models(tmp_path, "list").stdout
 
 
 def test_ctrl_c_at_the_verb_ends_it_at_once_though_the_web_does_not_answer(
