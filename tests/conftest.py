@@ -1,11 +1,13 @@
 """Fixtures that several rooms' tests share."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from linkcpp.engine.records import EngineLocation
+from tests.model.web_server import Server
 from tests.support.engines import ENGINES, prebuilt_engine
 
 
@@ -36,3 +38,15 @@ def engine(request: pytest.FixtureRequest) -> EngineLocation:
 def stock_engine() -> EngineLocation:
     """The prebuilt engine, for tests in which the build does not matter."""
     return prebuilt_engine()
+
+
+@pytest.fixture
+def web() -> Iterator[Server]:
+    """A web server that counts what it sends."""
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()

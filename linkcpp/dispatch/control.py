@@ -135,7 +135,7 @@ def dispatch_status(device: VirtualDevice, swarm: Swarm) -> DispatchStatus:
         missing_expert_count=swarm.missing_experts(),
         graph_count=device.counters.graph_count,
         compiled_count=device.counters.compiled_count,
-        client_count=device.counters.client_count,
+        client_count=device.client_count,
         dropped_bytes=device.counters.dropped_bytes,
         early_count=device.counters.early_count,
         differing_sum_count=device.counters.differing_sum_count,

@@ -5,15 +5,14 @@ they share the backing server. What llama-server sends is not answered one by on
 something needs them, and leave together with it in one write.
 """
 
-import contextlib
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.threaded import ThreadedServer
 from linkcpp.dispatch.memory import RequestError
 from linkcpp.dispatch.session import Session
 from linkcpp.dispatch.swarm import Swarm
@@ -35,7 +34,6 @@ class DeviceCounters:
     ``differing_sum_count`` were not equal when they were compared.
     """
 
-    client_count: int = 0
     graph_count: int = 0
     compiled_count: int = 0
     dropped_bytes: int = 0
@@ -69,44 +67,20 @@ class VirtualDevice:
             Command.GET_ALIGNMENT: bytes(backing.call(Command.GET_ALIGNMENT, zero)),
             Command.GET_MAX_SIZE: bytes(backing.call(Command.GET_MAX_SIZE, zero)),
         }
-        self._clients: set[socket.socket] = set()
-        self._clients_lock = threading.Lock()
-        self._listener: socket.socket | None = None
-        self._is_stopping = False
+        self._clients = ThreadedServer(self._serve_client, MOST_CLIENTS)
+
+    @property
+    def client_count(self) -> int:
+        """How many clients there were so far."""
+        return self._clients.accepted_count
 
     def serve(self, listener: socket.socket) -> None:
         """Accept clients until ``stop``."""
-        self._listener = listener
-        while not self._is_stopping:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                if self._is_stopping:
-                    break
-                time.sleep(0.05)
-                continue
-            with self._clients_lock:
-                is_full = len(self._clients) >= MOST_CLIENTS
-                if not is_full:
-                    self._clients.add(client)
-            if is_full:
-                client.close()
-                continue
-            self.counters.client_count += 1
-            threading.Thread(target=self._run_client, args=(client,), daemon=True).start()
+        self._clients.serve(listener)
 
     def stop(self) -> None:
         """End every client and the service; may be called from any thread and more than once."""
-        self._is_stopping = True
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
-        with self._clients_lock:
-            clients = list(self._clients)
-        for client in clients:
-            with contextlib.suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
+        self._clients.stop()
 
     def fail(self, error: LinkcppError) -> None:
         """Give up: without the backing server nothing can be computed."""
@@ -116,21 +90,13 @@ class VirtualDevice:
             self._on_failure(error)
         self.stop()
 
-    def _run_client(self, client: socket.socket) -> None:
+    def _serve_client(self, client: socket.socket) -> None:
         session = Session(self, client)
         try:
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             session.run()
-        except (OSError, EOFError):
-            pass
         except RequestError as error:
             _log.warning("a client was refused: %s", error)
         except LinkcppError as error:
             _log.error("a client cannot be served: %s", error)
-        except Exception:
-            _log.exception("a client ended by a defect")
         finally:
             session.close()
-            with self._clients_lock:
-                self._clients.discard(client)
-            client.close()

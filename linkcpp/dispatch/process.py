@@ -2,20 +2,16 @@
 
 import asyncio
 import contextlib
-import gc
-import json
 import signal
-import socket
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.logs import log_as_started
+from linkcpp.common.programs import Announce, run_program
 from linkcpp.common.records import Record
+from linkcpp.common.sockets import listen
 from linkcpp.dispatch.control import build_control
 from linkcpp.dispatch.device import VirtualDevice
 from linkcpp.dispatch.failures import FailureLog
@@ -74,9 +70,6 @@ class DispatchConfig(Record):
     check_rows: bool = True
 
 
-Announce = Callable[[str], None]
-
-
 class _Dispatch:
     """One run of the process."""
 
@@ -128,8 +121,8 @@ class _Dispatch:
         try:
             for worker in self._config.workers:
                 swarm.holders.add(WorkerAddress(**worker.model_dump()))
-            device_listener = _listen(self._config.device_port)
-            control_listener = _listen(self._config.control_port)
+            (device_listener,) = listen(LOOPBACK, self._config.device_port)
+            (control_listener,) = listen(LOOPBACK, self._config.control_port)
             threading.Thread(target=device.serve, args=(device_listener,), daemon=True).start()
             control = uvicorn.Server(
                 uvicorn.Config(
@@ -175,15 +168,6 @@ class _Dispatch:
         return Swarm(counts, config.check_model_digest, local, options, failures)
 
 
-def _listen(port: int) -> socket.socket:
-    try:
-        return socket.create_server((LOOPBACK, port))
-    except OSError as error:
-        raise LinkcppError(
-            f"Cannot listen on port {port}: {error.strerror}.", hint="Choose another port."
-        ) from error
-
-
 async def run_dispatch(config: DispatchConfig, announce: Announce) -> None:
     """Run the virtual device until SIGTERM or SIGINT; ``announce`` gets a line once it serves.
 
@@ -195,13 +179,4 @@ async def run_dispatch(config: DispatchConfig, announce: Announce) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run from a file with the configuration as JSON (``python -m linkcpp.dispatch``)."""
-    # What the hot path makes has no cycles; looking for them in the middle of a token costs it.
-    gc.set_threshold(200_000, 20, 20)
-    try:
-        log_as_started()
-        config = DispatchConfig.model_validate(json.loads(Path(arguments[0]).read_bytes()))
-        asyncio.run(run_dispatch(config, lambda line: print(line, flush=True)))
-    except LinkcppError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    return 0
+    return run_program(arguments, DispatchConfig, run_dispatch)

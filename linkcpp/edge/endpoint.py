@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import logging
 import random
-from types import TracebackType
 from typing import Self
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError
 from linkcpp.edge.carrier import CarrierLostError
 from linkcpp.edge.local import reset
@@ -26,7 +26,7 @@ _GOODBYE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
-class EdgeEndpoint:
+class EdgeEndpoint(AsyncClosing):
     """Carries connections to ``url`` to the agent of a node, over whatever path works.
 
     Clients show ``token`` to the agent; the node is who it should be, because nobody else can
@@ -82,17 +82,6 @@ class EdgeEndpoint:
             await self.aclose()
             raise
         return self
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     @property
     def port(self) -> int:

@@ -7,9 +7,9 @@ client that leaves while it waits can end the server (``docs/wire.md``). Ask its
 import asyncio
 import contextlib
 import socket
-from types import TracebackType
 from typing import Self
 
+from linkcpp.common.closing import AsyncClosing
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.records import RpcVersion
 from linkcpp.engine.wire import (
@@ -28,7 +28,7 @@ from linkcpp.engine.wire_tensor import Graph, build_graph
 _READ_BYTES = 1 << 20
 
 
-class RpcClient:
+class RpcClient(AsyncClosing):
     """One connection to a ggml-RPC server, greeted; made by ``RpcClient.connect``.
 
     Every call has the deadline ``timeout_seconds``. Calls raise ``WireError`` where the server
@@ -63,7 +63,7 @@ class RpcClient:
         try:
             client._dialect = dialect_of(client.version)
         except WireError:
-            await client.close()
+            await client.aclose()
             raise
         return client
 
@@ -85,22 +85,11 @@ class RpcClient:
             )
             client._version = messages.parse_hello_answer(answer)
         except BaseException:
-            await client.close()
+            await client.aclose()
             raise
         return client
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End the connection; the server then frees the buffers of this client."""
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
@@ -277,5 +266,5 @@ async def read_hello(host: str, port: int, timeout_seconds: float = 10.0) -> Rpc
         WireError: nothing answers there, or it does not speak ggml-RPC.
     """
     client = await RpcClient._greet(host, port, timeout_seconds)
-    await client.close()
+    await client.aclose()
     return client.version

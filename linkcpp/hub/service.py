@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from sqlalchemy import Engine
 
+from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.files import write_atomically
 from linkcpp.hub.database import open_database
 from linkcpp.hub.directory import load_directory
@@ -36,7 +36,7 @@ FIRST_TOKEN_SECONDS = 7 * 86400.0
 _log = logging.getLogger(__name__)
 
 
-class Hub:
+class Hub(AsyncClosing):
     """One hub, for use as an asynchronous context manager.
 
     ``engine`` is an open database (``linkcpp.hub.database``), which the hub closes at its end.
@@ -63,15 +63,8 @@ class Hub:
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="hub-reader")
         self._ticking = asyncio.create_task(self._tick())
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def aclose(self) -> None:
+        """Give back what it holds; may be called twice."""
         self._ticking.cancel()
         await asyncio.gather(self._ticking, return_exceptions=True)
         await self.writer.aclose()

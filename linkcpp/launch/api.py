@@ -4,11 +4,10 @@ import json
 import re
 import socket
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import httpx
 
+from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError
 
 SMOKE_TOKENS = 4
@@ -17,7 +16,7 @@ _METRIC = re.compile(r"llamacpp:(\w{1,100}) (-?\d[\d.eE+-]{0,40})")
 _METRICS_LIMIT = 2**20
 
 
-class ApiClient:
+class ApiClient(AsyncClosing):
     """A client of one llama-server; the key is read from its file and stays in memory."""
 
     def __init__(self, url: str, api_key_file: str | None) -> None:
@@ -26,15 +25,8 @@ class ApiClient:
             headers["Authorization"] = f"Bearer {read_api_key(Path(api_key_file))}"
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=10.0, trust_env=False)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def aclose(self) -> None:
+        """Give back what it holds; may be called twice."""
         await self._http.aclose()
 
     async def is_healthy(self) -> bool:

@@ -6,11 +6,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import httpx
 
+from linkcpp.common.closing import Closing
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import expand_home
 from linkcpp.model.header import Header, TensorInfo, Value, read_header
@@ -24,7 +23,7 @@ MAXIMUM_PARTS = 1000
 
 
 @dataclass(frozen=True)
-class ModelFiles:
+class ModelFiles(Closing):
     """The opened files of one model, in order, with their headers.
 
     Weights can be read through ``sources[part]`` by the offsets of the headers. Use it in a
@@ -35,15 +34,8 @@ class ModelFiles:
     headers: tuple[Header, ...]
     closer: contextlib.ExitStack
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Give back what it holds; may be called twice."""
         self.closer.close()
 
     @property

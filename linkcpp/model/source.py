@@ -12,9 +12,9 @@ import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
+from linkcpp.common.closing import Closing
 from linkcpp.common.errors import LinkcppError
 
 # Small enough to stay in a core's cache between reading, hashing and writing.
@@ -63,7 +63,7 @@ class ByteSource(Protocol):
         ...
 
 
-class FileSource:
+class FileSource(Closing):
     """A regular local file."""
 
     def __init__(self, path: Path) -> None:
@@ -74,17 +74,6 @@ class FileSource:
         status = os.fstat(self._descriptor)
         self.size_bytes = status.st_size
         self.version = self.version_of(status)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @staticmethod
     def version_of(status: os.stat_result) -> str:

@@ -7,12 +7,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Self
 
 import httpx
 from pydantic import ValidationError
 
+from linkcpp.common.closing import Closing
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import ErrorBody
 from linkcpp.common.text import printable
@@ -49,7 +48,7 @@ class _BusyError(_PassingError):
         self.pause_seconds = min(pause_seconds, _LONGEST_PAUSE_SECONDS)
 
 
-class WebSource:
+class WebSource(Closing):
     """A file on a web server that honours ``Range`` requests (RFC 9110, section 14).
 
     A bearer token is taken from ``LINKCPP_MODEL_TOKEN`` (for Hugging Face also ``HF_TOKEN``) and
@@ -87,17 +86,6 @@ class WebSource:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Exactly ``length_bytes`` from ``offset_bytes`` on; see ``ByteSource.read``."""

@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import TracebackType
-from typing import Self
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
@@ -14,6 +12,7 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 from linkcpp.cluster.config import node_url
 from linkcpp.cluster.records import Health
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
+from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.request_ids import request_id_headers
 from linkcpp.common.service_calls import CalledService, ServiceError, read_bounded
 from linkcpp.common.sockets import tune_transport
@@ -48,7 +47,7 @@ class NodeRefusedError(NodeError):
     """The agent answered with a reason why not (too little memory, no such server, …)."""
 
 
-class NodeConnection:
+class NodeConnection(AsyncClosing):
     """Authenticated calls to one node, for use as an asynchronous context manager.
 
     The token goes out only after the host has proved that it knows it too (``health``), which the
@@ -83,17 +82,6 @@ class NodeConnection:
             follow_redirects=False,
             headers={"Accept-Encoding": "identity"},
         )
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Close the connections."""

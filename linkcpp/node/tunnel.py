@@ -1,9 +1,9 @@
 """Loopback ports at the coordinator that stand for a program on a node."""
 
 import asyncio
-from types import TracebackType
 from typing import Self
 
+from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.sockets import tune_transport
 from linkcpp.node.client import NodeClient
 from linkcpp.node.link import CHUNK_BYTES
@@ -44,7 +44,7 @@ class Listener:
         await session.carry(reader, writer)
 
 
-class Tunnel:
+class Tunnel(AsyncClosing):
     """Carries llama-server's connections to ``127.0.0.1:port`` over one WebSocket to the agent.
 
     One connection is carried at a time; a further one waits until the first has ended, as it would
@@ -69,17 +69,6 @@ class Tunnel:
         listener.session = BridgeSession(await client.open_bridge(server_id))
         await listener.open()
         return cls(listener.session, listener)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     @property
     def port(self) -> int:

@@ -1,9 +1,9 @@
 """A loopback port at the coordinator that stands for an expert worker, also after a lost link."""
 
 import asyncio
-from types import TracebackType
 from typing import Self
 
+from linkcpp.common.closing import AsyncClosing
 from linkcpp.node.client import NodeClient
 from linkcpp.node.connection import NodeError, NodeRefusedError, NodeUnreachableError
 from linkcpp.node.records import WorkerId
@@ -14,7 +14,7 @@ _FIRST_RETRY_SECONDS = 0.2
 _MOST_RETRY_SECONDS = 10.0
 
 
-class WorkerTunnel:
+class WorkerTunnel(AsyncClosing):
     """Carries a virtual device's connection to ``127.0.0.1:port`` to the worker.
 
     A worker keeps no state of a client but its chains, which every connection sends anew. So a
@@ -50,17 +50,6 @@ class WorkerTunnel:
         await tunnel._listener.open()
         tunnel._keeper = asyncio.create_task(tunnel._keep())
         return tunnel
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     @property
     def port(self) -> int:

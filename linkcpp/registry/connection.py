@@ -5,11 +5,11 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from time import monotonic
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
+from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.records import WireRecord
 from linkcpp.common.request_ids import request_id_headers
 from linkcpp.common.service_calls import CalledService, ServiceError, read_bounded
@@ -49,7 +49,7 @@ class HubRefusedError(HubError):
 Renew = Callable[["HubConnection", HubHealth], Awaitable[NodeToken]]
 
 
-class HubConnection:
+class HubConnection(AsyncClosing):
     """Calls to one hub, for use as an asynchronous context manager.
 
     ``renew`` gets a new token when the last one is about to end. A connection without it can make
@@ -84,17 +84,6 @@ class HubConnection:
     def tls(self) -> ssl.SSLContext | None:
         """Return what verifies the hub's certificate; ``None`` where it has none (loopback)."""
         return tls_context() if self.url.startswith("https:") else None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -8,12 +8,12 @@ import contextlib
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
 from pydantic import ValidationError
 
+from linkcpp.common.closing import Closing
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.records import Record
@@ -53,7 +53,7 @@ class HubAccess(NamedTuple):
     token: Callable[[], str]
 
 
-class HubModel:
+class HubModel(Closing):
     """A model of a hub, for use in a ``with`` block.
 
     ``record`` is what the hub tells of it; ``files`` has its headers, and reads weights from the
@@ -84,15 +84,8 @@ class HubModel:
             self._closer.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Give back what it holds; may be called twice."""
         self._closer.close()
 
     @property

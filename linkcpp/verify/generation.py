@@ -1,10 +1,10 @@
 """Greedy tokens of a llama-server with their log-probabilities."""
 
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
+from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError
 from linkcpp.verify.statistics import Comparison, Position, compare, same_beginning
 
@@ -14,7 +14,7 @@ _REQUEST_SECONDS = 3600.0
 _MOST_PARTINGS = 4
 
 
-class TextServer:
+class TextServer(AsyncClosing):
     """One llama-server; ``who`` names it in errors."""
 
     def __init__(self, url: str, who: str, api_key: str | None = None) -> None:
@@ -24,15 +24,8 @@ class TextServer:
             base_url=url, headers=headers, timeout=_REQUEST_SECONDS, trust_env=False
         )
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def aclose(self) -> None:
+        """Give back what it holds; may be called twice."""
         await self._http.aclose()
 
     async def tokenize(self, text: str) -> list[int]:

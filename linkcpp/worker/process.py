@@ -2,18 +2,15 @@
 
 import asyncio
 import contextlib
-import gc
-import json
 import signal
-import socket
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.logs import log_as_started
+from linkcpp.common.programs import Announce, run_program
 from linkcpp.common.records import Record
+from linkcpp.common.sockets import listen
 from linkcpp.engine.ops import read_op_table
 from linkcpp.engine.process_spec import ProcessState
 from linkcpp.engine.records import EngineLocation
@@ -50,9 +47,6 @@ class WorkerConfig(Record):
     threads: int | None = None
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES
     limits: Limits = Limits()
-
-
-Announce = Callable[[str], None]
 
 
 def open_slabs(config: WorkerConfig) -> SlabProvider:
@@ -135,12 +129,7 @@ def _opened(config: WorkerConfig) -> Iterator[SlabProvider]:
 async def _serve(
     config: WorkerConfig, service: WorkerService, announce: Announce, stop: "asyncio.Task[bool]"
 ) -> None:
-    try:
-        listener = socket.create_server((LOOPBACK, config.port))
-    except OSError as error:
-        raise LinkcppError(
-            f"Cannot listen on port {config.port}: {error.strerror}.", hint="Choose another port."
-        ) from error
+    (listener,) = listen(LOOPBACK, config.port)
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
@@ -170,13 +159,4 @@ def _check(server: RunningRpcServer) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run a worker from a file with its configuration as JSON (``python -m linkcpp.worker``)."""
-    # What the hot path makes has no cycles; looking for them in the middle of a token costs it.
-    gc.set_threshold(200_000, 20, 20)
-    try:
-        log_as_started()
-        config = WorkerConfig.model_validate(json.loads(Path(arguments[0]).read_bytes()))
-        asyncio.run(run_worker(config, lambda line: print(line, flush=True)))
-    except LinkcppError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    return 0
+    return run_program(arguments, WorkerConfig, run_worker)

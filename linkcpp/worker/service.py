@@ -4,14 +4,13 @@ One thread a link; one computation at a time. A peer may lie, stall or die: it l
 link. An error of the engine is told to every peer and ends the service.
 """
 
-import contextlib
-import logging
 import socket
 import threading
 import time
 from collections.abc import Sequence
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.threaded import ThreadedServer
 from linkcpp.engine.rpc_socket import block_in_kernel, send_all
 from linkcpp.engine.wire import WireError
 from linkcpp.worker.chain import KeyedChain
@@ -37,8 +36,6 @@ from linkcpp.worker.frames import (
 )
 from linkcpp.worker.link import FrameBuffer
 
-_log = logging.getLogger(__name__)
-
 MOST_LINKS = 32
 _MOST_CHAINS = 64
 _HELLO_SECONDS = 5.0
@@ -58,59 +55,21 @@ class WorkerService:
         self._compute_lock = threading.Lock()
         self._welcome = welcome
         self._token = token
-        self._links: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._is_stopping = False
-        self._listener: socket.socket | None = None
+        self._links = ThreadedServer(self._serve_link, MOST_LINKS, _refuse)
         self.failure: LinkcppError | None = None
         self.pair_count = 0
         self.compute_seconds = 0.0
 
     def serve(self, listener: socket.socket) -> None:
         """Accept links until ``stop`` or a failure of the engine."""
-        self._listener = listener
-        while not self._is_stopping:
-            try:
-                link, _ = listener.accept()
-            except OSError:
-                if self._is_stopping:
-                    break
-                time.sleep(0.05)
-                continue
-            with self._lock:
-                is_full = len(self._links) >= MOST_LINKS
-                if not is_full:
-                    self._links.add(link)
-            if is_full:
-                _refuse(link)
-                continue
-            threading.Thread(target=self._run_link, args=(link,), daemon=True).start()
+        self._links.serve(listener)
 
     def stop(self) -> None:
         """End every link and the service; may be called from any thread and more than once."""
-        self._is_stopping = True
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
-        with self._lock:
-            links = list(self._links)
-        for link in links:
-            with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
+        self._links.stop()
 
-    def _run_link(self, link: socket.socket) -> None:
-        try:
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _Link(self, link, self._welcome, self._token).run()
-        except (OSError, EOFError):
-            pass
-        except Exception:
-            _log.exception("a link ended by a defect")
-        finally:
-            with self._lock:
-                self._links.discard(link)
-            link.close()
+    def _serve_link(self, link: socket.socket) -> None:
+        _Link(self, link, self._welcome, self._token).run()
 
     def compute(self, chain: KeyedChain, payload: memoryview, head: ComputeHead) -> list[Buffer]:
         """Do what a COMPUTE payload asks; return the parts of ROWS without its request id."""
@@ -221,8 +180,5 @@ class _Link:
 
 
 def _refuse(link: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        link.setblocking(False)
-        text = f"This worker has {MOST_LINKS} links already."
-        link.send(pack_error(0, ErrorCode.TOO_MANY_LINKS, text))
-    link.close()
+    text = f"This worker has {MOST_LINKS} links already."
+    link.send(pack_error(0, ErrorCode.TOO_MANY_LINKS, text))

@@ -101,7 +101,7 @@ async def front(tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Engine
             api_key_file=None, failure_counter=path, control_port=engine_port,
             control_token=CONTROL_TOKEN,
         )  # fmt: skip
-        running = asyncio.create_task(run_front(config))
+        running = asyncio.create_task(run_front(config, print))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
             await until(lambda: listens(port))
             yield client, engine
@@ -250,7 +250,7 @@ async def test_a_llama_server_that_is_gone_is_a_502(tmp_path: Path) -> None:
         host="127.0.0.1", port=ports[0], engine_port=ports[1], slot_count=1, api_key_file=None,
         failure_counter=path, control_port=ports[1], control_token="",
     )  # fmt: skip
-    running = asyncio.create_task(run_front(config))
+    running = asyncio.create_task(run_front(config, print))
     await until(lambda: listens(ports[0]))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}") as client:
         answer = await client.post("/v1/completions", json={})

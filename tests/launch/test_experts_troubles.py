@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,17 +28,6 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experts]:
     experts.swarm.start_agents("attic", "cellar")
     yield experts
     experts.swarm.close()
-
-
-@pytest.fixture
-def web() -> Iterator[Server]:
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 @pytest.fixture(scope="module")

@@ -244,10 +244,10 @@ async def test_a_second_local_connection_waits_for_the_first(node: RunningAgent)
         await asyncio.sleep(0.2)
         assert not second.done()
         assert await first.device_count() == 1
-        await first.close()
+        await first.aclose()
         client = await second
         assert await client.device_count() == 1
-        await client.close()
+        await client.aclose()
 
 
 async def test_a_server_that_dies_is_reported_with_the_reason_and_not_restarted(
@@ -261,7 +261,7 @@ async def test_a_server_that_dies_is_reported_with_the_reason_and_not_restarted(
         assert "SIGKILL" in await tunnel.wait_lost()
         with pytest.raises(WireError):
             await client.device_count()
-        await client.close()
+        await client.aclose()
     failed = await until_state(node, server, ServerState.FAILED)
     assert "SIGKILL" in (failed.detail or "")
     assert _rpc_servers() == []
@@ -329,7 +329,7 @@ async def test_a_malformed_frame_closes_that_link_and_nothing_else(
         assert code in (BridgeCloseCode.MALFORMED, BridgeCloseCode.REFUSED)
         assert reason
         assert await client.device_count() == 1
-        await client.close()
+        await client.aclose()
     states = {record.state for record in await node.client.servers()}
     assert states == {ServerState.READY}
 

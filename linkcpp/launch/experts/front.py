@@ -10,7 +10,6 @@ begins llama-server forgets what it keeps of the prompts (``gate``).
 
 import asyncio
 import hmac
-import json
 import re
 import socket
 import sys
@@ -22,8 +21,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.logs import log_as_started
 from linkcpp.common.metrics import metrics_response
+from linkcpp.common.programs import Announce, run_program
 from linkcpp.common.records import Record
 from linkcpp.common.request_log import RequestLog
 from linkcpp.common.serving import BoundedHttpProtocol
@@ -141,8 +140,8 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def run_front(config: FrontConfig) -> None:
-    """Serve until SIGTERM or SIGINT.
+async def run_front(config: FrontConfig, announce: Announce) -> None:
+    """Serve until SIGTERM or SIGINT; ``announce`` gets a line once it listens.
 
     Raises:
         LinkcppError: the port cannot be had, or llama-server does not forget what is wrong.
@@ -170,7 +169,7 @@ async def run_front(config: FrontConfig) -> None:
         )
     )
     listener = _listen(config.host, config.port)
-    print(f"front ready on port {config.port}", flush=True)
+    announce(f"front ready on port {config.port}")
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     watching = asyncio.create_task(gate.watch())
     await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -185,14 +184,7 @@ async def run_front(config: FrontConfig) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run from a file with the configuration as JSON."""
-    try:
-        log_as_started()
-        config = FrontConfig.model_validate(json.loads(Path(arguments[0]).read_bytes()))
-        asyncio.run(run_front(config))
-    except LinkcppError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    return 0
+    return run_program(arguments, FrontConfig, run_front)
 
 
 if __name__ == "__main__":

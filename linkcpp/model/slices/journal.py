@@ -11,9 +11,8 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from linkcpp.common.closing import Closing
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.slices.layout import CopyJob
 from linkcpp.model.slices.manifest import Slab
@@ -40,7 +39,7 @@ def job_identity(
     return total.hexdigest()
 
 
-class Journal:
+class Journal(Closing):
     """The journal of one unfinished file, locked against other processes while it is open.
 
     ``done`` has the hashes that were noted for each finished unit; ``is_new`` says that there was
@@ -71,15 +70,8 @@ class Journal:
         self.is_new = False
         self.done = self._load(f"{FORMAT} {identity}\n".encode())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Give back what it holds; may be called twice."""
         self._file.close()
 
     def note(self, unit: int, digests: list[str]) -> None:

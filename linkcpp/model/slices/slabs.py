@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
+from linkcpp.common.closing import Closing
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.parts import open_model
 from linkcpp.model.slices.layout import SlicedTensor, hidden_size, read_slice
@@ -34,7 +34,7 @@ class Slab(NamedTuple):
     offset_bytes: int
 
 
-class ExpertSlabs:
+class ExpertSlabs(Closing):
     """The slabs of a slice, or of a whole model (a file, any part of a split one, or a URL).
 
     Without ``segments`` all experts of the file are offered. ``model_digest`` is that of the whole
@@ -63,17 +63,6 @@ class ExpertSlabs:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Give back files and connections; may be called twice."""
