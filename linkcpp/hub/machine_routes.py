@@ -1,9 +1,11 @@
 """Calls about machines: health, joining, new tokens, lists, revocation."""
 
+from collections import deque
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import FastAPI, Path
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 
 from linkcpp import __version__
 from linkcpp.hub.machines import node_json, nodes_json
@@ -37,8 +39,9 @@ def add_machine_routes(app: FastAPI, hub: Hub) -> None:
         dependencies=[allow(Role.BACKBONE, Role.ADMIN)],
     )
     async def list_nodes() -> Response:
-        content = await hub.read(lambda engine: nodes_json(engine, hub.clock()))
-        return Response(content, media_type=_JSON)
+        pieces = await hub.read(lambda engine: nodes_json(engine, hub.clock()))
+        length = {"Content-Length": str(sum(map(len, pieces)))}
+        return StreamingResponse(_taken_from(pieces), headers=length, media_type=_JSON)
 
     @app.get(
         "/v1/nodes/{node_id}",
@@ -71,6 +74,12 @@ def add_machine_routes(app: FastAPI, hub: Hub) -> None:
     async def revoke_node(node_id: _NodeId) -> Response:
         await hub.revoke(node_id)
         return Response(status_code=204)
+
+
+async def _taken_from(pieces: deque[bytes]) -> AsyncIterator[bytes]:
+    """Give the pieces one by one, each as soon as the caller took the one before."""
+    while pieces:
+        yield pieces.popleft()
 
 
 def _add_joining(app: FastAPI, hub: Hub) -> None:

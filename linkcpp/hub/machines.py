@@ -1,6 +1,7 @@
 """Machines in the database: joining, listing, revoking."""
 
 import json
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.schema import MACHINES
 from linkcpp.registry.encoding import fingerprint
 from linkcpp.registry.records import JoinRequest, RegisteredNode, Role
+
+_MACHINES_A_PIECE = 100
 
 
 def join(connection: Connection, request: JoinRequest, now: float) -> Machine:
@@ -130,12 +133,22 @@ def node_json(engine: Engine, node_id: str, now: float) -> bytes:
     return _machine_json(row, now).encode()
 
 
-def nodes_json(engine: Engine, now: float) -> bytes:
-    """Write all machines as a ``NodeList`` in JSON, in the order of their names."""
+def nodes_json(engine: Engine, now: float) -> deque[bytes]:
+    """Write all machines as a ``NodeList`` in JSON, in the order of their names, in pieces.
+
+    With ten thousand machines it has tens of megabytes: in one piece they would be copied again and
+    again, and every other call would wait meanwhile.
+    """
+    query = select(MACHINES).order_by(MACHINES.c.name, MACHINES.c.node_id)
+    pieces = deque([b'{"nodes":['])
     with engine.connect() as connection:
-        rows = connection.execute(select(MACHINES).order_by(MACHINES.c.name, MACHINES.c.node_id))
-        listed = ",".join(_machine_json(row, now) for row in rows)
-    return f'{{"nodes":[{listed}],"hub_time":{json.dumps(now)}}}'.encode()
+        rows = connection.execution_options(yield_per=_MACHINES_A_PIECE).execute(query)
+        for part in rows.partitions():
+            if len(pieces) > 1:
+                pieces.append(b",")
+            pieces.append(",".join(_machine_json(row, now) for row in part).encode())
+    pieces.append(f'],"hub_time":{json.dumps(now)}}}'.encode())
+    return pieces
 
 
 def _machine_json(row: Row[Any], now: float) -> str:

@@ -1,8 +1,13 @@
 """Heartbeats: who is there, and what a node learns by them."""
 
-import pytest
+import uuid
 
+import pytest
+from sqlalchemy import insert
+
+from linkcpp.hub.machines import nodes_json
 from linkcpp.hub.presence import is_gateway_online, presence
+from linkcpp.hub.schema import MACHINES
 from linkcpp.registry.connection import HubRefusedError
 from linkcpp.registry.edges import EdgeRequest
 from linkcpp.registry.records import Heartbeat, Presence, Role
@@ -47,6 +52,21 @@ async def test_a_node_that_tells_of_itself_is_listed_online_with_what_it_told(
     assert attic.state == node_state(node, direct_urls=("ws://10.0.0.5:8716/v1/edge",))
     assert listed[backbone.node_id].last_seen is None
     assert await backbone.client.node(node.node_id) == attic
+
+
+async def test_many_machines_are_listed_in_pieces_each_once_and_in_the_order_of_their_names(
+    hub: RunningHub,
+) -> None:
+    backbone = await hub.machine(Role.BACKBONE, name="a desk")
+    keys = {"signing_key": backbone.keys.signing_public, "edge_key": backbone.keys.edge_public}
+    row = {"role": "node", "token_id": "", "joined_at": 0.0, **keys}
+    names = [f"node {number:03}" for number in range(350)]
+    rows = [row | {"node_id": str(uuid.uuid4()), "name": name} for name in reversed(names)]
+    await hub.hub.writer.write(lambda connection: connection.execute(insert(MACHINES), rows))
+    listed = (await backbone.client.nodes()).nodes
+    assert [one.name for one in listed] == ["a desk", *names]
+    pieces = await hub.hub.read(lambda engine: nodes_json(engine, hub.clock()))
+    assert max(map(len, pieces)) < sum(map(len, pieces)) / 3
 
 
 async def test_silence_makes_a_node_stale_then_gone_and_a_heartbeat_brings_it_back(
