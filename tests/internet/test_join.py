@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from linkcpp.launch.experts.records import WorkerPhase, WorkerState
+from linkcpp.launch.experts.records import WorkerState
 from tests.internet.asking import Answer
 from tests.internet.world import NAME, World, world
 from tests.launch.swarm import one_process, tokens, wait_until
@@ -47,9 +47,8 @@ def worker(wan: World, name: str) -> WorkerState:
     return next(entry for entry in wan.experts().workers if entry.node_name == name)
 
 
-def is_back(wan: World, name: str) -> bool:
-    entry = worker(wan, name)
-    return entry.phase is WorkerPhase.UP and entry.is_linked
+def all_are_used(wan: World, url: str) -> bool:
+    return all(wan.is_used(url, name) for name in wan.homes)
 
 
 def all_go_through(wan: World, gateway_id: str) -> bool:
@@ -112,7 +111,7 @@ def test_the_edges_of_a_gateway_that_is_killed_and_comes_back_go_on(
         wan.start_gateway("south")
 
     assert wan.while_asking(url_of_hubs_model, COUNT, break_it) == reference
-    wait_until(lambda: all(is_back(wan, name) for name in wan.homes))
+    wait_until(lambda: all_are_used(wan, url_of_hubs_model))
 
 
 def test_the_answer_is_the_same_over_a_line_that_loses_pieces_and_is_cut_again_and_again(
@@ -145,7 +144,7 @@ def test_the_answer_is_the_same_when_hub_and_gateway_are_killed_and_come_back(
 
     assert all_go_through(wan, wan.hub_id())
     assert wan.while_asking(url, COUNT, break_it) == reference
-    wait_until(lambda: all(is_back(wan, name) for name in wan.homes))
+    wait_until(lambda: all_are_used(wan, url))
 
 
 def test_the_answer_is_the_same_when_a_home_gets_another_address(
@@ -155,7 +154,7 @@ def test_the_answer_is_the_same_when_a_home_gets_another_address(
         wan.network.readdress(wan.homes["attic"])
 
     assert wan.while_asking(url, COUNT, move) == reference
-    wait_until(lambda: is_back(wan, "attic"))
+    wait_until(lambda: wan.is_used(url, "attic"))
 
 
 def test_the_answer_is_the_same_when_a_link_is_cut_for_half_a_minute(
@@ -166,7 +165,7 @@ def test_the_answer_is_the_same_when_a_link_is_cut_for_half_a_minute(
         # Whoever else comes meanwhile is served as ever.
         wan.join("office")
         assert wan.answer(url, COUNT) == reference
-    wait_until(lambda: is_back(wan, "cellar"))
+    wait_until(lambda: wan.is_used(url, "cellar"))
     assert wan.answer(url, COUNT) == reference
 
 
@@ -178,7 +177,7 @@ def test_a_home_that_is_revoked_is_out_and_the_other_one_goes_on(
 
     assert wan.while_asking(url, COUNT, revoke) == reference
     wait_until(lambda: "revoked" in wan.log("cellar"))
-    assert not is_back(wan, "cellar")
+    assert not wan.is_used(url, "cellar")
     assert wan.answer(url, COUNT) == reference
 
 

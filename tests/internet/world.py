@@ -33,6 +33,8 @@ NAME = "wan"
 # When so many tokens have come, an answer is under way.
 _FEW_TOKENS = 20
 _SERVES = "Ctrl-C stops it"
+_GET = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
+_UP = 'linkcpp_dispatch_worker_up{worker="'
 
 
 class World:
@@ -198,6 +200,14 @@ class World:
         experts = DeploymentFolder(path).read_state().experts
         assert experts is not None
         return experts
+
+    def is_used(self, url: str, name: str) -> bool:
+        """Tell whether the deployment's virtual device uses a home's worker at this moment."""
+        process = self.coordinator.start(sys.executable, "-c", _GET, f"{url}/linkcpp/metrics")
+        told, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        ups = [words for words in told.splitlines() if words.startswith(f"{_UP}{name}.")]
+        return any(float(words.split()[-1]) == 1 for words in ups)
 
     def ask(self, url: str, count: int) -> Asking:
         """Begin to ask the API for greedy tokens with their log-probabilities."""
