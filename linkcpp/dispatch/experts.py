@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,12 +33,22 @@ class EarlyResult(NamedTuple):
         return address == self.sum.address and size_bytes == len(self.data)
 
 
-class _Guess(NamedTuple):
-    """A guessed job, and what waits for what was asked besides its rows."""
+class _Guess:
+    """A guessed job; ``confirm`` waits for the real ids, and for what their sum needs."""
 
-    job: Job
-    ids: Callable[[], Numbers]
-    summed: tuple[Callable[[], Array], ...]
+    def __init__(
+        self, job: Job, ids: Callable[[], Array], summed: Sequence[Callable[[], Array]]
+    ) -> None:
+        self.job = job
+        self.summed: list[Array] = []
+        self._ids = ids
+        self._answers = summed
+
+    def confirm(self) -> Numbers:
+        """Return the real ids, (1, slot)."""
+        ids = self._ids().reshape(1, -1)
+        self.summed = [answer() for answer in self._answers]
+        return ids
 
 
 class ExpertRunner:
@@ -61,11 +71,9 @@ class ExpertRunner:
         guess = self._guess(call, known)
         if guess is not None:
             read = began
-            rows, was_right = device.swarm.compute_guessed(
-                guess.job, device.backing.flush, guess.ids
-            )
+            rows, was_right = device.swarm.compute_guessed(guess.job, guess.confirm)
             self._guesser.note(call.layer, was_right)
-            summed = tuple(answer() for answer in guess.summed)
+            summed: Sequence[Array] = guess.summed
         else:
             ids, inputs, summed = read_inputs(call, self._summed(call), device.backing, known)
             read = time.perf_counter()
@@ -117,5 +125,4 @@ class ExpertRunner:
             return None
         backing = self._device.backing
         real = ask(call.ids, backing, {})
-        summed = tuple(ask(fetch, backing, known) for fetch in self._summed(call))
-        return _Guess(job, lambda: real().reshape(1, call.slot_count), summed)
+        return _Guess(job, real, [ask(fetch, backing, known) for fetch in self._summed(call)])

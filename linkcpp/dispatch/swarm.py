@@ -144,14 +144,11 @@ class Swarm:
         self.tally.add(job.layer, job.ids)
         return self._timed(job, lambda: self._run(job))
 
-    def compute_guessed(
-        self, guess: Job, request: Callable[[], None], confirm: Callable[[], Numbers]
-    ) -> tuple[Rows, bool]:
+    def compute_guessed(self, guess: Job, confirm: Callable[[], Numbers]) -> tuple[Rows, bool]:
         """As ``compute``, asking the workers before the ids are known for sure.
 
-        ``request`` asks for the real ids, once the workers have been asked for those of ``guess``,
-        a job for which ``is_simple`` holds; ``confirm`` waits for them. Also returns whether the
-        guess was right.
+        ``guess`` is a job for which ``is_simple`` holds; ``confirm`` asks for the real ids, and
+        waits for them while the workers compute. Also returns whether the guess was right.
         """
         was_right = True
 
@@ -159,14 +156,12 @@ class Swarm:
             nonlocal was_right
             call = TokenCall(self, guess)
             was_sent = call.send()
-            request()
-            rows = call.gather() if was_sent else None
             ids = confirm()
-            was_right = bool((ids == guess.ids).all())
-            if rows is None or not was_right:
-                rows = self._run(Job(guess.layer, guess.chain, ids, guess.inputs))
             self.tally.add(guess.layer, ids)
-            return rows
+            was_right = ids.tobytes() == guess.ids.tobytes()
+            if was_sent and was_right:
+                return call.gather()
+            return self._run(Job(guess.layer, guess.chain, ids, guess.inputs))
 
         return self._timed(guess, run), was_right
 
