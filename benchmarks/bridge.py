@@ -21,9 +21,10 @@ from pathlib import Path
 import httpx
 
 from linkcpp.cluster.token import load_token
+from linkcpp.common.sockets import free_port
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.rpc_client import RpcClient
-from linkcpp.engine.rpc_server import free_port, start_rpc_server
+from linkcpp.engine.rpc_server import start_rpc_server
 from linkcpp.engine.wire_tensor import empty_tensors
 from linkcpp.node.client import NodeClient
 from linkcpp.node.records import ServerRequest

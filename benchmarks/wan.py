@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 from linkcpp.common.resources import resource_folder
+from linkcpp.common.sockets import free_port
 from tests.launch.swarm import wait_until
 from tests.support.engines import prebuilt_engine
 from tests.support.models import qwen3moe
 from tests.support.slow_relay import SlowRelay, slow_relay
-from tests.support.swarm import free_port
 
 LAYERS = 4
 ROW_BYTES = 2048

@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import errno
+import secrets
 import socket
 
 from linkcpp.common.errors import LinkcppError
 
 _UNSENT_BYTES = 128 * 1024
+_PORTS = range(20_000, 32_000)
+_PORT_TRIES = 100
 
 
 def tune_transport(transport: asyncio.BaseTransport) -> None:
@@ -46,6 +49,32 @@ def listen(host: str | None, port: int) -> list[socket.socket]:
     except LinkcppError:
         six.close()
         raise
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port that nobody listens on now; it may be taken a moment later.
+
+    That is made unlikely: it is a random one below those that systems give to connections and to
+    whoever asks for any port (32768 and up on Linux, 49152 and up elsewhere).
+
+    Raises:
+        OSError: the address is not this machine's.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    for _ in range(_PORT_TRIES):
+        port = secrets.choice(_PORTS)
+        with socket.socket(family, kind, protocol) as probe:
+            # As llama-server does: the remains of closed connections do not count as taken.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address[0], port, *address[2:]))
+                probe.listen(1)
+            except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:
+                    raise
+                continue
+            return port
+    raise OSError(errno.EADDRINUSE, "no port was found that is free")
 
 
 def _bind(host: str, port: int) -> socket.socket:

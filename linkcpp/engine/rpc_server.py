@@ -1,11 +1,11 @@
 """A stock ggml-rpc-server on loopback: its command line, and its start on a free port."""
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.sockets import free_port
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec, ProcessStatus
 from linkcpp.engine.records import EngineLocation
@@ -14,14 +14,6 @@ LOOPBACK = "127.0.0.1"
 _READY_PATTERN = "^Starting RPC server"
 _PORT_TAKEN = "Failed to create server socket"
 _PORT_ATTEMPTS = 8
-
-
-def free_port() -> int:
-    """Return a TCP port of loopback that nobody listens on now; it may be taken a moment later."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def rpc_server_spec(

@@ -5,7 +5,6 @@ import contextlib
 import re
 import secrets
 import signal
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.sockets import free_port
 from linkcpp.engine.problems import crashed, no_rpc, problem_of_exit, timed_out
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec, ProcessState
@@ -94,7 +94,7 @@ class _Run:
 
     async def run(self, server: Path, rpc_server: Path, model: Path) -> Trial:
         try:
-            rpc_port = _free_port()
+            rpc_port = free_port()
             options = ("--host", _LOOPBACK, "--port", str(rpc_port))
             async with self._running(rpc_server, options, rpc_port):
                 self._version = await self._greet(rpc_port)
@@ -116,7 +116,7 @@ class _Run:
             raise _Failed(no_rpc(f"The rpc-server does not greet: {error.message}")) from error
 
     async def _answer_once(self, server: Path, model: Path, rpc_port: int) -> None:
-        port = _free_port()
+        port = free_port()
         # A key of its own wins over one in the environment, and keeps other users out.
         key = secrets.token_hex(16)
         options = (
@@ -222,10 +222,3 @@ def _exit_code(detail: str) -> int:
     if match is None:
         return 1
     return int(match[2]) if match[2] else -signal.Signals[match[1]]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port

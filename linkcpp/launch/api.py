@@ -9,6 +9,7 @@ import httpx
 
 from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.sockets import free_port
 
 SMOKE_TOKENS = 4
 SMOKE_TIMEOUT_SECONDS = 600.0
@@ -133,10 +134,11 @@ def check_port(host: str, port: int) -> int:
         ) from error
 
 
-def free_port(host: str) -> int:
-    """Return a port that nobody listens on now.
+def choose_port(host: str) -> int:
+    """Return a port that llama-server will be able to listen on.
 
     Raises:
         LinkcppError: the address is not this machine's.
     """
-    return check_port(host, 0)
+    check_port(host, 0)
+    return free_port(host)

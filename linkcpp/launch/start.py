@@ -12,7 +12,7 @@ from pathlib import Path
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import expand_home
-from linkcpp.launch.api import check_port, free_port, read_api_key
+from linkcpp.launch.api import check_port, choose_port, read_api_key
 from linkcpp.launch.events import first_state
 from linkcpp.launch.folder import DeploymentFolder, deployment_folder, name_from_model
 from linkcpp.launch.records import (
@@ -114,7 +114,7 @@ def prepared(request: LaunchRequest) -> Iterator[tuple[DeploymentFolder, LaunchR
     folder = deployment_folder(request.name)
     with folder.lock() as lock:
         if request.port == 0:
-            request = request.model_copy(update={"port": free_port(request.host)})
+            request = request.model_copy(update={"port": choose_port(request.host)})
         check_port(request.host, request.port)
         if request.api_key_file == str(folder.api_key_file):
             write_atomically(folder.api_key_file, f"{secrets.token_urlsafe(32)}\n", mode=0o600)

@@ -9,7 +9,7 @@ from linkcpp.cluster.findings import compare_engines
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
-from linkcpp.launch.api import ApiClient, free_port
+from linkcpp.launch.api import ApiClient, choose_port
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.llamaserver import LlamaServer, drop_overrides_from_environment
 from linkcpp.launch.records import LaunchRequest
@@ -76,7 +76,7 @@ async def running_reference(
     """
     engine = await asyncio.to_thread(same_engine, plan)
     drop_overrides_from_environment()
-    port = free_port(LOOPBACK)
+    port = choose_port(LOOPBACK)
     command = llama_server_command(
         program=str(engine.location.llama_server),
         model_path=model_path,

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.sockets import free_port
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.guard import GuardError, LinkGuard, MemoryAccount
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec, ProcessState
 from linkcpp.engine.records import EngineLocation, RpcVersion
 from linkcpp.engine.rpc_client import RpcClient
-from linkcpp.engine.rpc_server import free_port, start_rpc_server
+from linkcpp.engine.rpc_server import start_rpc_server
 from linkcpp.engine.tiny_model import tiny_model
 from linkcpp.engine.wire import (
     DIALECT_4,

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
+from linkcpp.common.sockets import free_port
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_client import RpcClient, read_hello
-from linkcpp.engine.rpc_server import free_port
 from linkcpp.engine.wire import TENSOR_BYTES, WireError
 from linkcpp.engine.wire_hash import fnv1a_64
 from linkcpp.engine.wire_tensor import FLAG_COMPUTE, Graph, Tensors, empty_tensors

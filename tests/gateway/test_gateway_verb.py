@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
-from linkcpp.common.sockets import listen
+from linkcpp.common.sockets import free_port
 from linkcpp.registry.edges import EdgeOffer, EdgeRequest
 from linkcpp.registry.records import Heartbeat, Role
 from linkcpp.registry.relay import PAIRED, Hello, RelayCloseCode, encode_hello
@@ -27,12 +27,6 @@ SECONDS = 60
 async def hub(tmp_path: Path) -> AsyncIterator[RunningHub]:
     async with running_hub(tmp_path / "hub", None) as running:
         yield running
-
-
-def free_port() -> int:
-    (opened,) = listen("127.0.0.1", 0)
-    with opened:
-        return int(opened.getsockname()[1])
 
 
 @contextlib.asynccontextmanager

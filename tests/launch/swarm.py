@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
+from linkcpp.common.sockets import free_port
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.inventory import read_inventory
 
@@ -250,9 +251,3 @@ def _is_healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
-
-
-def free_port() -> int:
-    from linkcpp.launch.api import free_port as free  # the very function that launch uses
-
-    return free("127.0.0.1")

@@ -12,7 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.launch.swarm import Swarm, free_port, wait_until
+from linkcpp.common.sockets import free_port
+from tests.launch.swarm import Swarm, wait_until
 from tests.support.engines import prebuilt_engine
 from tests.support.models import llama, smollm2_path
 

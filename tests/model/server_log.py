@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from linkcpp.common.sockets import free_port
 from linkcpp.engine.records import EngineLocation
 
 _MODEL = re.compile(r"load_tensors: +(\S+) model buffer size = +([\d.]+) MiB")
@@ -50,9 +50,9 @@ def mib(size_bytes: int) -> str:
 def buffer_sizes(engine: EngineLocation, model: Path, *options: str) -> BufferSizes:
     """Start llama-server on a model, wait for its last buffer size, and stop it."""
     command = [
-        str(engine.llama_server), "-m", str(model), "--host", "127.0.0.1", "--port", _free_port(),
-        "-lv", "4", "-t", "1", "--fit", "off", "--no-warmup", "--no-repack",
-        *_without_mmap(engine), *options,
+        str(engine.llama_server), "-m", str(model), "--host", "127.0.0.1",
+        "--port", str(free_port()), "-lv", "4", "-t", "1", "--fit", "off", "--no-warmup",
+        "--no-repack", *_without_mmap(engine), *options,
     ]  # fmt: skip
     process = subprocess.Popen(
         command,
@@ -84,7 +84,7 @@ def buffer_sizes(engine: EngineLocation, model: Path, *options: str) -> BufferSi
 @contextlib.contextmanager
 def rpc_server(engine: EngineLocation) -> Iterator[str]:
     """A stock rpc-server on loopback; gives its address."""
-    port = _free_port()
+    port = str(free_port())
     process = subprocess.Popen(
         [str(engine.rpc_server), "-H", "127.0.0.1", "-p", port, "-t", "1"],
         env=_environment(engine),
@@ -123,9 +123,3 @@ def _without_mmap(engine: EngineLocation) -> list[str]:
 def _environment(engine: EngineLocation) -> dict[str, str]:
     folders = [str(folder) for folder in engine.library_folders]
     return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(folders)}
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

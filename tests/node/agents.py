@@ -15,7 +15,7 @@ import psutil
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.cluster.token import ensure_token
-from linkcpp.common.sockets import listen
+from linkcpp.common.sockets import free_port, listen
 from linkcpp.engine.records import (
     Engine,
     EngineFeatures,
@@ -24,7 +24,6 @@ from linkcpp.engine.records import (
     EngineProblem,
     RpcVersion,
 )
-from linkcpp.engine.rpc_server import free_port
 from linkcpp.node.agent import AgentOptions, NodeAgent, measure_overhead
 from linkcpp.node.client import NodeClient
 

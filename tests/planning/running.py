@@ -3,13 +3,13 @@
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from linkcpp.common.sockets import free_port
 from linkcpp.engine.records import EngineLocation
 from linkcpp.planning.arguments import server_arguments
 from linkcpp.planning.records import Plan, Stage
@@ -47,7 +47,7 @@ def run_plan(engine: EngineLocation, model: Path, plan: Plan) -> tuple[list[Allo
         }
         command = [
             str(engine.llama_server), "-m", str(model), "--host", "127.0.0.1",
-            "--port", str(_free_port()), "-lv", "4", "-t", "1", "--no-warmup",
+            "--port", str(free_port()), "-lv", "4", "-t", "1", "--no-warmup",
             *_without_mmap(engine), *server_arguments(plan, endpoints),
         ]  # fmt: skip
         log = _log_until_ready(command, engine)
@@ -105,7 +105,7 @@ def _log_until_ready(command: list[str], engine: EngineLocation) -> str:
 
 @contextlib.contextmanager
 def _rpc_server(engine: EngineLocation) -> Iterator[str]:
-    port = _free_port()
+    port = free_port()
     process = subprocess.Popen(
         [str(engine.rpc_server), "-H", "127.0.0.1", "-p", str(port), "-t", "1", "-d", "CPU"],
         env=_environment(engine),
@@ -140,9 +140,3 @@ def _await_listening(process: subprocess.Popen[str], port: int) -> None:
 def _environment(engine: EngineLocation) -> dict[str, str]:
     folders = os.pathsep.join(str(folder) for folder in engine.library_folders)
     return os.environ | {"LD_LIBRARY_PATH": folders}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -16,10 +16,10 @@ from typing import Any
 
 import httpx
 
+from linkcpp.common.sockets import free_port
 from linkcpp.dispatch.process import READY_PATTERN as DEVICE_READY
 from linkcpp.dispatch.process import DispatchConfig, WorkerEntry
 from linkcpp.engine.records import EngineLocation
-from linkcpp.engine.rpc_server import free_port
 from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.process import READY_PATTERN as WORKER_READY
 from linkcpp.worker.process import WorkerConfig

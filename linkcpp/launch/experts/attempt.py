@@ -11,7 +11,7 @@ from linkcpp.cluster.limits import usable_cores
 from linkcpp.common.errors import LinkcppError
 from linkcpp.dispatch.access import ControlAccess
 from linkcpp.dispatch.process import DispatchConfig
-from linkcpp.launch.api import check_port, free_port
+from linkcpp.launch.api import check_port, choose_port
 from linkcpp.launch.attempt import Attempt, cancel_all
 from linkcpp.launch.decisions import Failure, Observed, Step
 from linkcpp.launch.events import EngineStarted, EngineStopped, Noticed, PhaseEntered
@@ -217,7 +217,7 @@ class ExpertsAttempt(Attempt):
         dispatcher, backbone, request = self._held.dispatcher, self._backbone, self._request
         assert dispatcher is not None and backbone is not None  # noqa: S101 - as above
         check_port(request.host, request.port)
-        engine_port = free_port(LOOPBACK)
+        engine_port = choose_port(LOOPBACK)
         self._held.front = await start_program(
             "linkcpp.launch.experts.front",
             FrontConfig(
