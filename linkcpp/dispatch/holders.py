@@ -1,10 +1,11 @@
-"""Links to workers: connected and proved by a maintenance thread, used by the dispatching one.
+"""Links to workers: opened in threads, proved by a maintenance thread, used by the dispatching one.
 
-A link that fails, or is late, is closed at once; the maintenance thread connects again and probes
-until the worker answers, so a worker that comes back is used again. Before a link is up, and
-whenever a layer's chain becomes known, the maintenance thread has the worker's rows checked; one
-whose rows are wrong is refused. While a link is up only who holds the lock of dispatching touches
-its socket, else only the maintenance thread.
+A link that fails, or is late, is closed at once, and opened again until the worker answers, so a
+worker that comes back is used again. Opening waits for strangers, so each has a thread of its own:
+workers that are silent delay nobody. Before a link is up, and whenever a layer's chain becomes
+known, the maintenance thread has the worker's rows checked; one whose rows are wrong is refused.
+While a link is up only who holds the lock of dispatching touches its socket, while it is opened
+only that thread, else only the maintenance thread.
 """
 
 import logging
@@ -21,6 +22,7 @@ from linkcpp.worker.frames import FrameError, pack_chain
 _log = logging.getLogger(__name__)
 
 _MOST_RETRY_SECONDS = 10.0
+_MOST_OPENING = 16
 # A worker whose rows were wrong is given another chance, since it may be another process then.
 _REFUSED_SECONDS = 60.0
 
@@ -54,6 +56,7 @@ class Holders:
         self._chains: list[tuple[int, Chain]] = []
         self._next_number = 0
         self._is_closing = False
+        self._opening: set[int] = set()
         self._thread = threading.Thread(target=self._maintain, daemon=True, name="links")
         self._thread.start()
 
@@ -205,30 +208,35 @@ class Holders:
     def _maintain(self) -> None:
         while not self._is_closing:
             now = time.monotonic()
-            due = []
             wait = _MOST_RETRY_SECONDS
+            checking = []
             for holder in self.all():
-                if holder.state == LinkState.UP:
+                if holder.state == LinkState.UP or holder.number in self._opening:
                     continue
                 if holder.is_removed:
-                    with self._lock:
-                        self._holders.pop(holder.number, None)
-                        holder.close()
-                elif holder.state == LinkState.CHECKING or holder.retry_at <= now:
-                    due.append(holder)
-                else:
+                    self._drop(holder)
+                elif holder.state == LinkState.CHECKING:
+                    checking.append(holder)
+                elif holder.retry_at > now:
                     wait = min(wait, holder.retry_at - now)
-            for holder in due:
-                self._try(holder)
-            if not due:
+                elif len(self._opening) < _MOST_OPENING:
+                    holder.retry_at = now + FIRST_RETRY_SECONDS
+                    self._opening.add(holder.number)
+                    opening = threading.Thread(target=self._open, args=(holder,), daemon=True)
+                    opening.start()
+            for holder in checking:
+                self._have_checked(holder)
+            if not checking:
                 self._wake.wait(wait)
                 self._wake.clear()
 
-    def _try(self, holder: Holder) -> None:
-        """Open a link where there is none, and have it checked."""
+    def _drop(self, holder: Holder) -> None:
+        with self._lock:
+            self._holders.pop(holder.number, None)
+            holder.close()
+
+    def _have_checked(self, holder: Holder) -> None:
         try:
-            if holder.state != LinkState.CHECKING:
-                self._open(holder)
             while (trial := self._next_trial(holder)) is not None:
                 self._prove(holder, trial)
         except (OSError, FrameError, RowsRefusedError) as error:
@@ -237,15 +245,24 @@ class Holders:
             self._settled.notify_all()
 
     def _open(self, holder: Holder) -> None:
+        try:
+            self._connect(holder)
+        finally:
+            if self._is_closing:
+                holder.close()
+            self._opening.discard(holder.number)
+            self._wake.set()
+
+    def _connect(self, holder: Holder) -> None:
         taught = list(self._chains)
         try:
             holder.open(taught, self._model_digest)
         except (OSError, FrameError) as error:
             is_refusal = isinstance(error, FrameError)
-            holder.state = LinkState.REFUSED if is_refusal else LinkState.CONNECTING
             holder.detail = error.message if isinstance(error, FrameError) else str(error)
             holder.retry_at = time.monotonic() + holder.retry_seconds
             holder.retry_seconds = min(2 * holder.retry_seconds, _MOST_RETRY_SECONDS)
+            holder.state = LinkState.REFUSED if is_refusal else LinkState.CONNECTING
             return
         holder.taught_count = len(taught)
         holder.checks = {}
