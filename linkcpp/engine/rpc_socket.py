@@ -188,7 +188,10 @@ def _time_limit(seconds: float) -> bytes:
 def send_all(connection: socket.socket, parts: Sequence[Buffer]) -> None:
     """Send buffers of bytes as one stream, without joining them."""
     while parts:
-        parts = unsent(parts, connection.sendmsg(parts[:_MOST_BUFFERS]))
+        sent = connection.sendmsg(parts[:_MOST_BUFFERS])
+        if sent == sum(map(len, parts)):
+            return
+        parts = unsent(parts, sent)
 
 
 def unsent(parts: Sequence[Buffer], sent_bytes: int) -> Sequence[Buffer]:

@@ -1,7 +1,9 @@
 """The expert function on a stock rpc-server: (rows, experts) in, rows out."""
 
+import functools
+import struct
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
@@ -10,7 +12,7 @@ from linkcpp.engine.ops import OpTable
 from linkcpp.engine.rpc_socket import AllocationError, RpcSocket
 from linkcpp.engine.wire import Buffer
 from linkcpp.worker.chain import ChainError, KeyedChain, check_chain
-from linkcpp.worker.frames import ErrorCode, FrameError, Numbers, Pairs, Rows
+from linkcpp.worker.frames import ErrorCode, FrameError, Numbers, Pairs, Rows, Token
 from linkcpp.worker.plan import (
     Layout,
     PlanTarget,
@@ -45,6 +47,11 @@ def split_by_expert(expert_ids: Numbers, most_pairs: int, most_experts: int) -> 
         experts += 1
     parts.append(order[start:end])
     return parts
+
+
+@functools.cache
+def _pack_ids(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{count}i").pack
 
 
 def _used_rows(rows: Rows, row_index: Numbers) -> tuple[Rows, Numbers]:
@@ -102,6 +109,19 @@ class ExpertCompute:
             result[part] = np.frombuffer(answer, np.float32).reshape(len(part), -1)
         return result.data.cast("B")
 
+    def compute_token(self, chain: KeyedChain, token: Token) -> Buffer:
+        """As ``compute`` for one token, whose chain has one input of one row a token."""
+        layer, expert_ids, row = token
+        count = len(expert_ids)
+        most = self._need(chain).most_pairs(1, self._most_scratch_bytes)
+        if count > min(most, self._store.most_experts):
+            rows = np.frombuffer(row, np.float32).reshape(1, -1)
+            index, ids = np.zeros(count, np.int32), np.array(expert_ids, np.int32)
+            return self.compute(chain, Pairs(layer, index, ids, (rows,)))
+        group, local_ids = self._store.locate_few(layer, expert_ids)
+        plan = self._plan(chain, group, StepShape(Layout.SHARED, 1, count))
+        return self._run(plan, (_pack_ids(count)(*local_ids), row))
+
     def _need(self, keyed: KeyedChain) -> ScratchNeed:
         found = self._needs.get(keyed.key)
         if found is None:
@@ -123,9 +143,12 @@ class ExpertCompute:
         if layout is Layout.GATHERED:
             pieces.append(row_index)
         pieces += inputs
+        return self._run(plan, [np.ascontiguousarray(piece).data.cast("B") for piece in pieces])
+
+    def _run(self, plan: StepPlan, pieces: Sequence[Buffer]) -> Buffer:
         parts: list[Buffer] = [plan.set_head]
         for piece, padding in zip(pieces, plan.paddings, strict=True):
-            parts += (np.ascontiguousarray(piece).data.cast("B"), padding)
+            parts += (piece, padding)
         parts.append(plan.rerun if plan is self._last else plan.run)
         self._last = plan
         self._rpc.queue(*parts)

@@ -4,6 +4,7 @@ The format is described in ``docs/wire.md``, with an example in bytes. Everythin
 Sizes are checked against the limits as soon as the header is there, before anything is allocated.
 """
 
+import functools
 import hmac
 import json
 import struct
@@ -78,6 +79,7 @@ class DataType(IntEnum):
     F16 = 1
 
 
+_FEW_PAIRS = 64
 _DATA_TYPES = {int(kind): kind for kind in DataType}
 _NUMPY_TYPES: dict[int, np.dtype[Any]] = {
     DataType.F32: np.dtype("<f4"),
@@ -291,6 +293,41 @@ def parse_compute_head(payload: Buffer, limits: Limits) -> ComputeHead:
     if not pairs or not rows or types[0] is None or types[1] is None:
         raise FrameError(ErrorCode.BAD_PAYLOAD, "COMPUTE has no pairs, no rows, or unknown types.")
     return ComputeHead(chain_id, layer, rows, pairs, width, types[0], types[1], inputs)
+
+
+class Token(NamedTuple):
+    """The experts of one token: its row as f32 bytes, wherever those lie."""
+
+    layer: int
+    expert_ids: tuple[int, ...]
+    row: Buffer
+
+
+def parse_token(payload: memoryview, head: ComputeHead, chain: KeyedChain) -> Token | None:
+    """Read COMPUTE for a single row without numpy's price for arrays of a few elements.
+
+    ``None`` where it is anything else, or not sound: ``parse_compute`` tells.
+    """
+    pairs, widths = head.pair_count, chain.input_widths
+    at = COMPUTE.size + 8 * pairs
+    if (
+        head.row_count != 1
+        or pairs > _FEW_PAIRS
+        or head.row_type is not DataType.F32
+        or len(widths) != 1
+        or head.input_count != 1
+        or head.width != widths[0]
+        or chain.is_per_pair
+        or len(payload) != at + 4 * head.width
+    ):
+        return None
+    numbers = _few_numbers(2 * pairs).unpack_from(payload, COMPUTE.size)
+    return None if any(numbers[:pairs]) else Token(head.layer, numbers[pairs:], payload[at:])
+
+
+@functools.cache
+def _few_numbers(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}i")
 
 
 def parse_compute(payload: Buffer, head: ComputeHead, chain: KeyedChain) -> Compute:

@@ -4,10 +4,11 @@ One thread a link; one computation at a time. A peer may lie, stall or die: it l
 link. An error of the engine is told to every peer and ends the service.
 """
 
+import functools
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.threaded import ThreadedServer
@@ -33,6 +34,7 @@ from linkcpp.worker.frames import (
     parse_chain,
     parse_compute,
     parse_compute_head,
+    parse_token,
 )
 from linkcpp.worker.link import FrameBuffer
 
@@ -73,13 +75,13 @@ class WorkerService:
 
     def compute(self, chain: KeyedChain, payload: memoryview, head: ComputeHead) -> list[Buffer]:
         """Do what a COMPUTE payload asks; return the parts of ROWS without its request id."""
-        request = parse_compute(payload, head, chain)
+        run = self._prepare(chain, payload, head)
         with self._compute_lock:
             if self.failure is not None:
                 raise FrameError(ErrorCode.ENGINE_FAILED, self.failure.message)
             began = time.perf_counter()
             try:
-                rows = self._compute.compute(chain, request.pairs)
+                rows = run()
             except WireError as error:
                 self.failure = error
                 self.stop()
@@ -88,7 +90,16 @@ class WorkerService:
             self.pair_count += head.pair_count
             self.compute_seconds += seconds
         shape = (head.pair_count, chain.output_width)
-        return pack_rows(rows, shape, round(seconds * 1e6), request.answer_type)
+        return pack_rows(rows, shape, round(seconds * 1e6), head.answer_type)
+
+    def _prepare(
+        self, chain: KeyedChain, payload: memoryview, head: ComputeHead
+    ) -> Callable[[], Buffer]:
+        token = parse_token(payload, head, chain)
+        if token is not None:
+            return functools.partial(self._compute.compute_token, chain, token)
+        pairs = parse_compute(payload, head, chain).pairs
+        return functools.partial(self._compute.compute, chain, pairs)
 
 
 class _Link:

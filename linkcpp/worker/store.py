@@ -1,7 +1,7 @@
 """Slabs on an rpc-server: all of a slice at once, or a bounded cache of a whole model."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -45,6 +45,10 @@ class SlabStore(Protocol):
         Raises:
             FrameError: a layer or an expert is not held.
         """
+        ...
+
+    def locate_few(self, layer: int, expert_ids: Sequence[int]) -> tuple[Group, Sequence[int]]:
+        """As ``locate``, for the experts of one token."""
         ...
 
 
@@ -137,6 +141,7 @@ class LoadedSlabs:
     ) -> None:
         self._groups: dict[int, Group] = {}
         self._numbers: dict[int, npt.NDArray[np.int32]] = {}
+        self._few: dict[int, list[int]] = {}
         self.weight_bytes = 0
         self.most_experts = 1 << 30
         copier = SlabCopier(rpc, provider)
@@ -154,6 +159,7 @@ class LoadedSlabs:
             numbers = np.full(tensors[0].expert_count, -1, np.int32)
             numbers[experts] = np.arange(len(experts), dtype=np.int32)
             self._numbers[layer] = numbers
+            self._few[layer] = numbers.tolist()
 
     def locate(self, layer: int, expert_ids: Numbers) -> tuple[Group, Numbers]:
         """Where these experts are; see ``SlabStore.locate``."""
@@ -174,6 +180,16 @@ class LoadedSlabs:
                 ErrorCode.UNKNOWN_EXPERT, f"Expert {missing} of layer {layer} is not held here."
             )
         return group, local
+
+    def locate_few(self, layer: int, expert_ids: Sequence[int]) -> tuple[Group, Sequence[int]]:
+        """Where these experts are; see ``SlabStore.locate_few``."""
+        numbers = self._few.get(layer, ())
+        if min(expert_ids) >= 0 and max(expert_ids) < len(numbers):
+            local = [numbers[expert] for expert in expert_ids]
+            if min(local) >= 0:
+                return self._groups[layer], local
+        group, found = self.locate(layer, np.array(expert_ids, np.int32))
+        return group, found.tolist()
 
 
 @dataclass(slots=True)
@@ -242,6 +258,11 @@ class CachedSlabs:
         for expert in experts:
             slots[expert] = arena.slots[layer, expert]
         return arena.group, slots[expert_ids]
+
+    def locate_few(self, layer: int, expert_ids: Sequence[int]) -> tuple[Group, Sequence[int]]:
+        """Bring what is missing; see ``SlabStore.locate_few``."""
+        group, found = self.locate(layer, np.array(expert_ids, np.int32))
+        return group, found.tolist()
 
     def _arena(self, tensors: list[ExpertTensor]) -> _Arena:
         signature = _signature(tensors)
