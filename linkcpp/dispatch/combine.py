@@ -19,6 +19,9 @@ from linkcpp.worker.step_graph import F32
 
 Array = npt.NDArray[Any]
 
+# So that what is multiplied is still in the cache when it is added.
+_TOKENS_AT_ONCE = 32
+
 
 class Ending(NamedTuple):
     """The end of a graph as one sum; every tensor is one record.
@@ -38,14 +41,17 @@ def find_ending(segment: Segment, call: ExpertCall, ops: OpTable) -> Ending | No
 
 def add_up(rows: Array, weights: Array, residual: Array | None) -> Array:
     """Weight and add rows as ggml does: (token, slot, width), (token, slot, 1), (token, width)."""
-    total = rows[:, 0] * weights[:, 0]
-    if rows.shape[1] > 1:
-        term = np.empty_like(total)
-        for slot in range(1, rows.shape[1]):
-            np.multiply(rows[:, slot], weights[:, slot], out=term)
-            np.add(total, term, out=total)
-    if residual is not None:
-        np.add(total, residual, out=total)
+    tokens, slots, width = rows.shape
+    total = np.empty((tokens, width), np.float32)
+    for first in range(0, tokens, _TOKENS_AT_ONCE):
+        some = slice(first, first + _TOKENS_AT_ONCE)
+        terms = rows[some] * weights[some]
+        sums = terms[:, 0]
+        for slot in range(1, slots):
+            sums += terms[:, slot]
+        if residual is not None:
+            sums += residual[some]
+        total[some] = sums
     return total
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from linkcpp.dispatch.guessing import Guesser
 from linkcpp.dispatch.job import Job
 from linkcpp.dispatch.program import Array, BoundCall, BoundSum, Fetch, ask, read_inputs
-from linkcpp.dispatch.token_call import is_simple
-from linkcpp.worker.frames import Numbers
+from linkcpp.dispatch.token_call import Token
 
 if TYPE_CHECKING:
     from linkcpp.dispatch.device import VirtualDevice
@@ -34,19 +33,19 @@ class EarlyResult(NamedTuple):
 
 
 class _Guess:
-    """A guessed job; ``confirm`` waits for the real ids, and for what their sum needs."""
+    """A guessed token; ``confirm`` waits for the real ids, and for what their sum needs."""
 
     def __init__(
-        self, job: Job, ids: Callable[[], Array], summed: Sequence[Callable[[], Array]]
+        self, token: Token, ids: Callable[[], Array], summed: Sequence[Callable[[], Array]]
     ) -> None:
-        self.job = job
+        self.token = token
         self.summed: list[Array] = []
         self._ids = ids
         self._answers = summed
 
-    def confirm(self) -> Numbers:
-        """Return the real ids, (1, slot)."""
-        ids = self._ids().reshape(1, -1)
+    def confirm(self) -> list[int]:
+        """Return the real ids."""
+        ids: list[int] = self._ids().ravel().tolist()
         self.summed = [answer() for answer in self._answers]
         return ids
 
@@ -71,7 +70,7 @@ class ExpertRunner:
         guess = self._guess(call, known)
         if guess is not None:
             read = began
-            rows, was_right = device.swarm.compute_guessed(guess.job, guess.confirm)
+            rows, was_right = device.swarm.compute_guessed(guess.token, guess.confirm)
             self._guesser.note(call.layer, was_right)
             summed: Sequence[Array] = guess.summed
         else:
@@ -114,15 +113,15 @@ class ExpertRunner:
         data = known.get(fetch.key)
         if call.token_count != 1 or call.late or call.between is not None:
             return None
+        if len(call.inputs) > 1 or call.chain.is_per_pair:
+            return None
         if data is None or len(data) != fetch.span_bytes or not fetch.is_dense:
             return None
         count = self._device.swarm.expert_count(call.layer)
         ids = self._guesser.guess(call.layer, count, call.slot_count, known.values())
         if ids is None:
             return None
-        job = Job(call.layer, call.chain, ids, (fetch.view(data).reshape(-1, fetch.shape[0]),))
-        if len(call.inputs) > 1 or not is_simple(job):
-            return None
         backing = self._device.backing
         real = ask(call.ids, backing, {})
-        return _Guess(job, real, [ask(fetch, backing, known) for fetch in self._summed(call)])
+        token = Token(call.layer, call.chain, ids, data)
+        return _Guess(token, real, [ask(fetch, backing, known) for fetch in self._summed(call)])

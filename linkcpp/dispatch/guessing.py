@@ -9,8 +9,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from linkcpp.worker.frames import Numbers
-
 _RIGHT, _WRONG, _START, _MOST = 1, -8, 16, 64
 
 
@@ -22,14 +20,15 @@ class Guesser:
 
     def guess(
         self, layer: int, expert_count: int, slot_count: int, known: Iterable[bytes]
-    ) -> Numbers | None:
-        """Return ids of (1, slot) from the logits among what is ``known``."""
+    ) -> list[int] | None:
+        """Return a token's ids from the logits among what is ``known``."""
         if self._scores.get(layer, _START) <= 0:
             return None
         for data in known:
             if len(data) == 4 * expert_count:
                 logits = np.frombuffer(data, np.float32)
-                return (-logits).argsort()[:slot_count].astype(np.int32).reshape(1, -1)
+                ids: list[int] = (-logits).argsort()[:slot_count].tolist()
+                return ids
         return None
 
     def note(self, layer: int, was_right: bool) -> None:

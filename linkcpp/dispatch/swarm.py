@@ -7,7 +7,7 @@ at last to the fallback. Where nobody is left the request waits for a worker to 
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from linkcpp.dispatch.admission import Admission
@@ -27,9 +27,9 @@ from linkcpp.dispatch.routing import (
     plan_routes,
 )
 from linkcpp.dispatch.tally import RoutingTally
-from linkcpp.dispatch.token_call import TokenCall, is_simple
+from linkcpp.dispatch.token_call import Token, TokenCall
 from linkcpp.worker.chain import Chain, KeyedChain
-from linkcpp.worker.frames import Numbers, Rows
+from linkcpp.worker.frames import Rows
 
 _REPLAN_SECONDS = 1.0
 _SCORE_DRIFT = 1.3
@@ -142,13 +142,15 @@ class Swarm:
     def compute(self, job: Job) -> Rows:
         """Return one row for each pair of the job, token after token."""
         self.tally.add(job.layer, job.ids)
-        return self._timed(job, lambda: self._run(job))
+        return self._timed(job.ids.size, lambda: self._run(job))
 
-    def compute_guessed(self, guess: Job, confirm: Callable[[], Numbers]) -> tuple[Rows, bool]:
+    def compute_guessed(
+        self, guess: Token, confirm: Callable[[], Sequence[int]]
+    ) -> tuple[Rows, bool]:
         """As ``compute``, asking the workers before the ids are known for sure.
 
-        ``guess`` is a job for which ``is_simple`` holds; ``confirm`` asks for the real ids, and
-        waits for them while the workers compute. Also returns whether the guess was right.
+        ``confirm`` asks for the real ids, and waits for them while the workers compute. Also
+        returns whether the guess was right.
         """
         was_right = True
 
@@ -157,28 +159,29 @@ class Swarm:
             call = TokenCall(self, guess)
             was_sent = call.send()
             ids = confirm()
-            self.tally.add(guess.layer, ids)
-            was_right = ids.tobytes() == guess.ids.tobytes()
+            self.tally.add_few(guess.layer, ids)
+            was_right = list(ids) == guess.expert_ids
             if was_sent and was_right:
                 return call.gather()
-            return self._run(Job(guess.layer, guess.chain, ids, guess.inputs))
+            return self._run(guess.job(ids))
 
-        return self._timed(guess, run), was_right
+        return self._timed(len(guess.expert_ids), run), was_right
 
     def _run(self, job: Job) -> Rows:
-        if is_simple(job):
-            call = TokenCall(self, job)
+        token = Token.of(job)
+        if token is not None:
+            call = TokenCall(self, token)
             if call.send():
                 return call.gather()
         return Call(self, job).run()
 
-    def _timed(self, job: Job, run: Callable[[], Rows]) -> Rows:
+    def _timed(self, pairs: int, run: Callable[[], Rows]) -> Rows:
         self.holders.settle()
         began = time.perf_counter()
         with self._calling:
             rows = run()
         self.counters.call_count += 1
-        self.counters.pair_count += job.ids.size
+        self.counters.pair_count += pairs
         self.counters.seconds += time.perf_counter() - began
         return rows
 

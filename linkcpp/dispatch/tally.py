@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,12 +36,16 @@ class RoutingTally:
     def add(self, layer: int, expert_ids: Numbers) -> None:
         """Count the experts of some tokens, each an expert of the layer."""
         if expert_ids.size <= _FEW:
-            counts = self._few[layer]
-            for expert in expert_ids.ravel().tolist():
-                counts[expert] += 1
+            self.add_few(layer, expert_ids.ravel().tolist())
         else:
             many = self._many[layer]
             many += np.bincount(expert_ids.ravel(), minlength=len(many))
+
+    def add_few(self, layer: int, expert_ids: Sequence[int]) -> None:
+        """As ``add``, without an array."""
+        counts = self._few[layer]
+        for expert in expert_ids:
+            counts[expert] += 1
 
     def restore(self, counts: RoutingCounts) -> None:
         """Go on from what was counted before; what the model does not have is left out."""

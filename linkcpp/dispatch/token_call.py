@@ -9,13 +9,14 @@ import functools
 import struct
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
 from linkcpp.dispatch.call import Call, Request, all_finite, most_pairs
 from linkcpp.dispatch.holder import Holder, LinkState
 from linkcpp.dispatch.job import Job
+from linkcpp.worker.chain import KeyedChain
 from linkcpp.worker.frames import (
     COMPUTE,
     HEADER,
@@ -28,7 +29,7 @@ from linkcpp.worker.frames import (
     FrameType,
     Rows,
     parse_error,
-    parse_rows,
+    parse_row_bytes,
 )
 
 if TYPE_CHECKING:
@@ -37,9 +38,26 @@ if TYPE_CHECKING:
 _COMPUTE, _F32 = FrameType.COMPUTE, DataType.F32
 
 
-def is_simple(job: Job) -> bool:
-    """Tell whether a ``TokenCall`` can do it."""
-    return len(job.ids) == 1 and len(job.inputs) == 1 and not job.chain.is_per_pair
+class Token(NamedTuple):
+    """The experts of one layer for one token, whose row is f32 bytes; a ``Job`` without numpy."""
+
+    layer: int
+    chain: KeyedChain
+    expert_ids: list[int]
+    row: Buffer
+
+    @classmethod
+    def of(cls, job: Job) -> Self | None:
+        """Return the only token of a job; ``None`` for any job that a ``TokenCall`` cannot do."""
+        if len(job.ids) != 1 or len(job.inputs) != 1 or job.chain.is_per_pair:
+            return None
+        row = np.ascontiguousarray(job.inputs[0]).data.cast("B")
+        return cls(job.layer, job.chain, job.ids[0].tolist(), row)
+
+    def job(self, expert_ids: Sequence[int]) -> Job:
+        """Return it as a job, with these experts."""
+        row = np.frombuffer(self.row, np.float32).reshape(1, -1)
+        return Job(self.layer, self.chain, np.array([expert_ids], np.int32), (row,))
 
 
 def pack_token(
@@ -63,41 +81,51 @@ def _token_head(pairs: int) -> struct.Struct:
     return struct.Struct(f"{HEADER.format}{COMPUTE.format[1:]}{4 * pairs}x{pairs}i")
 
 
+class _Answer(NamedTuple):
+    """What a holder's answer took, to be noted once its rows were looked at."""
+
+    holder: Holder
+    positions: list[int]
+    took_seconds: float
+    compute_us: int
+
+
 class TokenCall:
     """``send``, then ``gather``; a call that was sent and is not wanted is simply forgotten."""
 
-    def __init__(self, swarm: "Swarm", job: Job) -> None:
+    def __init__(self, swarm: "Swarm", token: Token) -> None:
         self._swarm = swarm
-        self._job = job
-        self._ids: list[int] = job.ids[0].tolist()
+        self._token = token
         self._shares: list[tuple[Holder, list[int]]] = []
         self._waiting: dict[int, tuple[Holder, list[int]]] = {}
+        self._answers: list[_Answer] = []
+        self._rows: list[bytes] = [b""] * len(token.expert_ids)
         self._sent_at = 0.0
 
     def send(self) -> bool:
         """Ask the owners; ``False`` where not all could be asked."""
         if not self._share():
             return False
-        job, swarm = self._job, self._swarm
-        row = np.ascontiguousarray(job.inputs[0]).data.cast("B")
-        chain_number = swarm.chain_number(job.chain)
+        token, swarm = self._token, self._swarm
+        chain_number = swarm.chain_number(token.chain)
         self._sent_at = time.monotonic()
         for holder, positions in self._shares:
             number = swarm.request_number()
-            experts = [self._ids[position] for position in positions]
+            experts = [token.expert_ids[position] for position in positions]
             try:
-                holder.send(pack_token(number, chain_number, job.layer, experts, row))
+                holder.send(pack_token(number, chain_number, token.layer, experts, token.row))
             except OSError as error:
-                swarm.holders.fail(holder, f"cannot be sent to: {error}", job.layer)
+                swarm.holders.fail(holder, f"cannot be sent to: {error}", token.layer)
                 return False
             holder.request_count += 1
             self._waiting[number] = holder, positions
         return True
 
     def _share(self) -> bool:
-        owners = self._swarm.routes_of(self._job.layer).owners
+        token = self._token
+        owners = self._swarm.routes_of(token.layer).owners
         positions_of: dict[int, list[int]] = {}
-        for position, expert in enumerate(self._ids):
+        for position, expert in enumerate(token.expert_ids):
             positions_of.setdefault(owners[expert], []).append(position)
         for number, positions in positions_of.items():
             holder = self._swarm.holders.get(number)
@@ -107,7 +135,7 @@ class TokenCall:
                 or holder.is_removed
                 or holder.is_sending
                 or holder.welcome is None
-                or len(positions) > most_pairs(holder.welcome.limits, self._job.chain)
+                or len(positions) > most_pairs(holder.welcome.limits, token.chain)
             ):
                 return False
             self._shares.append((holder, positions))
@@ -115,7 +143,6 @@ class TokenCall:
 
     def gather(self) -> Rows:
         """Return one row for each pair."""
-        result = np.empty((len(self._ids), self._job.chain.output_width), np.float32)
         floor_ms = self._swarm.options.deadline_floor_ms
         # Whoever was asked last answers last most times: the other answers are there then, and
         # this process has slept once.
@@ -123,21 +150,52 @@ class TokenCall:
             try:
                 while number in self._waiting:
                     if not holder.receive(floor_ms):
-                        return self._take_over(result)
-                    self._take_frames(holder, result)
+                        return self._take_over()
+                    self._take_frames(holder)
             except (OSError, FrameError) as error:
-                self._swarm.holders.fail(holder, f"failed: {error}", self._job.layer)
-                return self._take_over(result)
-        return result
+                self._swarm.holders.fail(holder, f"failed: {error}", self._token.layer)
+                return self._take_over()
+        rows = self._joined()
+        if not all_finite(rows) and all_finite(np.frombuffer(self._token.row, np.float32)):
+            return self._ask_for_nonsense_again()
+        self._note_answers()
+        return rows
 
-    def _take_over(self, result: Rows) -> Rows:
+    def _joined(self) -> Rows:
+        """Return the rows that came, zeros where there are none yet."""
+        width = self._token.chain.output_width
+        missing = bytes(4 * width)
+        data = b"".join([row or missing for row in self._rows])
+        return np.frombuffer(data, np.float32).reshape(-1, width)
+
+    def _note_answers(self) -> None:
+        for holder, positions, took_seconds, compute_us in self._answers:
+            holder.note_answer(len(positions), took_seconds, compute_us)
+
+    def _take_over(self) -> Rows:
+        self._note_answers()
         requests = [
             (number, Request(holder, np.array(positions, np.int32), self._sent_at, 0.0))
             for number, (holder, positions) in self._waiting.items()
         ]
-        return Call(self._swarm, self._job).take_over(result, requests)
+        job = self._token.job(self._token.expert_ids)
+        return Call(self._swarm, job).take_over(self._joined().copy(), requests)
 
-    def _take_frames(self, holder: Holder, result: Rows) -> None:
+    def _ask_for_nonsense_again(self) -> Rows:
+        """Do without whoever answered rows that are not finite."""
+        rows, answers = self._joined(), self._answers
+        self._answers = [each for each in answers if all_finite(rows[each.positions])]
+        for number, (holder, positions, *_) in enumerate(answers):
+            if not all_finite(rows[positions]):
+                self._swarm.counters.nonsense_count += 1
+                why = "failed: it answered rows that are not finite"
+                self._swarm.holders.fail(holder, why, self._token.layer)
+                # The link is closed, so no answer can have this number.
+                self._waiting[-1 - number] = holder, positions
+        return self._take_over()
+
+    def _take_frames(self, holder: Holder) -> None:
+        step = 4 * self._token.chain.output_width
         while (frame := holder.next_frame()) is not None:
             header, payload = frame
             known = self._waiting.get(header.request_id)
@@ -146,11 +204,9 @@ class TokenCall:
             if header.kind != FrameType.ROWS or known is None or known[0] is not holder:
                 continue
             positions = known[1]
-            answer = parse_rows(payload, (len(positions), result.shape[1]))
-            if not all_finite(answer.rows) and all_finite(self._job.inputs[0]):
-                self._swarm.counters.nonsense_count += 1
-                raise ConnectionError("it answered rows that are not finite")
-            result[positions] = answer.rows
+            data, compute_us = parse_row_bytes(payload, (len(positions), step // 4))
+            for number, position in enumerate(positions):
+                self._rows[position] = bytes(data[step * number : step * (number + 1)])
             del self._waiting[header.request_id]
-            took = time.monotonic() - self._sent_at
-            holder.note_answer(len(positions), took, answer.compute_us)
+            took_seconds = time.monotonic() - self._sent_at
+            self._answers.append(_Answer(holder, positions, took_seconds, compute_us))

@@ -114,11 +114,13 @@ def test_any_other_ending_is_left_to_the_backing_server(build: Any) -> None:
 
 def test_rows_are_added_one_after_the_other_in_single_precision() -> None:
     rng = np.random.default_rng(5)
-    rows = rng.standard_normal((3, 5, 7)).astype(np.float32)
-    weights = rng.standard_normal((3, 5, 1)).astype(np.float32)
-    residual = rng.standard_normal((3, 7)).astype(np.float32)
+    rows = rng.standard_normal((70, 5, 7)).astype(np.float32)
+    weights = rng.standard_normal((70, 5, 1)).astype(np.float32)
+    residual = rng.standard_normal((70, 7)).astype(np.float32)
+    kept = rows.copy()
     found = add_up(rows, weights, residual)
-    for token in range(3):
+    assert (rows == kept).all()
+    for token in (0, 1, 31, 32, 69):
         for column in range(7):
             total = rows[token, 0, column] * weights[token, 0, 0]
             for number in range(1, 5):

@@ -29,7 +29,9 @@ from linkcpp.worker.frames import (
     parse_compute_head,
     parse_error,
     parse_header,
+    parse_row_bytes,
     parse_rows,
+    parse_token,
 )
 from linkcpp.worker.link import FrameBuffer
 
@@ -100,6 +102,33 @@ def test_a_compute_frame_is_read_as_it_was_written(
     assert (found.pairs.inputs[0] == values).all()
 
 
+@given(
+    row=st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=2),
+    ids=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=70),
+    spoil=st.none() | st.tuples(st.integers(0, 60), st.integers(1, 255)),
+)
+def test_a_single_token_is_read_as_by_the_general_way_or_left_to_it(
+    row: list[float], ids: list[int], spoil: tuple[int, int] | None
+) -> None:
+    rows = np.array([row], np.float32)
+    pairs = Pairs(3, np.zeros(len(ids), np.int32), np.array(ids, np.int32), (rows,))
+    payload = bytearray(compute_payload(Compute(1, pairs)))
+    if spoil is not None:
+        payload[min(spoil[0], len(payload) - 1)] ^= spoil[1]
+    try:
+        head = parse_compute_head(payload, Limits())
+    except FrameError:
+        return
+    token = parse_token(memoryview(payload), head, KEYED)
+    if token is None:
+        assert spoil is not None or len(ids) > 64
+        return
+    read = parse_compute(payload, head, KEYED).pairs
+    assert token.layer == read.layer
+    assert list(token.expert_ids) == read.expert_ids.tolist()
+    assert bytes(token.row) == read.inputs[0].tobytes()
+
+
 def test_more_rows_or_pairs_than_the_limits_are_refused_before_they_are_read() -> None:
     payload = compute_payload(example())
     assert refusal(payload, Limits(pairs=1)) == ErrorCode.TOO_LARGE
@@ -155,6 +184,18 @@ def test_a_chain_survives_its_frame_and_nonsense_is_refused() -> None:
     for bad in (payload[:3], payload[:-1], payload[:4] + b"[" * 100_000, payload[:4] + b"{}"):
         with pytest.raises(FrameError):
             parse_chain(bad)
+
+
+def test_rows_as_bytes_are_the_rows() -> None:
+    rows = np.array([[1.5, -2.0], [0.25, 8.0]], np.float32)
+    for kind in DataType:
+        parts = pack_rows(rows.data.cast("B"), (2, 2), 9, kind)
+        payload = memoryview(b"".join(bytes(part) for part in parts))
+        data, compute_us = parse_row_bytes(payload, (2, 2))
+        assert bytes(data) == rows.tobytes()
+        assert compute_us == 9
+        with pytest.raises(FrameError):
+            parse_row_bytes(payload, (1, 4))
 
 
 def test_rows_of_another_shape_are_refused() -> None:
