@@ -198,6 +198,8 @@ def test_what_cannot_be_verified_is_refused_in_one_sentence(
     assert "do not fit" in swarm.run("verify", "alone", "--tokens", "5000", code=2).stderr
     other = str(models.qwen3moe())
     assert "another model" in swarm.run("verify", "alone", "--model", other, code=2).stderr
+    refused = swarm.run("verify", "alone", "--model", "a-hubs-name", code=2).stderr
+    assert "Name its GGUF file" in " ".join(refused.split())
     swarm.run("stop", "alone")
     assert "does not run" in swarm.run("verify", "alone", code=2).stderr
 
@@ -208,5 +210,3 @@ def test_the_prompts_that_ship_are_many_and_of_any_length() -> None:
     assert min(map(len, prompts)) < 10
     assert max(map(len, prompts)) > 1500
     assert any(ord(max(prompt)) > 0x4E00 for prompt in prompts)
-    refused = swarm.run("verify", "alone", "--model", "a-hubs-name", code=2).stderr
-    assert "Name its GGUF file" in " ".join(refused.split())
