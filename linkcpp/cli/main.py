@@ -4,10 +4,10 @@ Exit codes: 0 done, 1 a defect of linkcpp, 2 something that the user can mend, 1
 """
 
 import contextlib
-import difflib
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 import traceback
@@ -23,11 +23,14 @@ from linkcpp import __version__
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import state_folder
-from linkcpp.common.text import printable
+from linkcpp.common.text import did_you_mean, printable
 
 _LONGEST_LINE = 4096
 # The class of wrong words on a command line, which Typer has under its own or under Click's name.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+# How Typer tells of a word that is none of an option's.
+_NO_CHOICE = re.compile(r": (?P<word>[^,]+) is not one of (?P<choices>.+)$")
 
 # A verb's module is imported only when it is used: `linkcpp status` need not load the solver.
 VERBS = (
@@ -52,7 +55,12 @@ VERBS = (
 
 
 # What these need is in the extra `hub`: a phone that joins one has no use for databases.
-_VERBS_OF_HUB = ("hub", "gateway")
+# Their descriptions stand here as well, as their modules cannot be imported then.
+_VERBS_OF_HUB = {
+    "hub": "Run a hub, or manage one.",
+    "gateway": "Relay for a hub: the two sides of an edge dial this port, and what passes is "
+    "opaque.",
+}
 
 
 def _missing_extra(verb: str, package: str) -> Any:
@@ -61,7 +69,7 @@ def _missing_extra(verb: str, package: str) -> Any:
 
     @stand_in.command(
         verb,
-        help=f"Needs the extra `hub` (`{package}` is missing).",
+        help=f"{_VERBS_OF_HUB[verb].rstrip('.')} (needs the extra hub).",
         context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     )
     def refuse() -> None:
@@ -93,10 +101,9 @@ class _Verbs(TyperGroup):
         word = args[0]
         if word in VERBS or word.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        near = difflib.get_close_matches(word, VERBS, n=1)
         raise LinkcppError(
             f"There is no verb {word!r}.",
-            hint=(f"Did you mean `linkcpp {near[0]}`? " if near else "")
+            hint=did_you_mean(word, VERBS, form="`linkcpp {}`")
             + "`linkcpp --help` lists the verbs.",
         )
 
@@ -196,9 +203,13 @@ def _tell_about_usage(errors: Console, error: Any) -> None:
     command = error.ctx.command_path if error.ctx else "linkcpp"
     if type(error).__name__ == "NoArgsIsHelpError":  # a group alone: it has shown its verbs
         return
-    message = error.format_message().rstrip(".")
+    message = error.format_message().rstrip(".").replace(": Value error, ", ": ", 1)
+    near = ""
+    if wrong := _NO_CHOICE.search(message):
+        choices = [choice.strip("'\"") for choice in wrong["choices"].split(", ")]
+        near = did_you_mean(wrong["word"].strip("'\""), choices)
     _tell(errors, "error", message if message.endswith("?") else f"{message}.")
-    _tell(errors, "way out", f"`{command} --help` lists what it takes.")
+    _tell(errors, "way out", f"{near}`{command} --help` lists what it takes.")
 
 
 def _tell(errors: Console, what: str, text: str) -> None:

@@ -1,6 +1,15 @@
 """Text from outside (file names, headers, other machines), made fit for a terminal."""
 
+import difflib
+from collections.abc import Iterable
+
 LONGEST_NAME = 64
+
+
+def did_you_mean(word: str, known: Iterable[str], *, form: str = "{}") -> str:
+    """Ask ``Did you mean …? `` for the nearest known word, in a form; empty where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"Did you mean {form.format(near[0])}? " if near else ""
 
 
 def printable(text: str, limit: int = LONGEST_NAME) -> str:

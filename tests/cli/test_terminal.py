@@ -9,10 +9,13 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import typer
 from rich.cells import cell_len
 from rich.console import Console
+from typer.main import get_command
 
 from linkcpp.__main__ import main
+from linkcpp.cli.main import app
 from linkcpp.cli.verify_report import verification_view
 from linkcpp.cluster.token import create_token
 from linkcpp.common.errors import LinkcppError
@@ -297,6 +300,13 @@ def test_a_terminal_that_tells_no_width_gets_an_answer_too() -> None:
         (("status", "--jsn"), "No such option: --jsn", "`linkcpp status --help`"),
         (("engine", "lst"), "No such command 'lst'", "`linkcpp engine --help`"),
         (("inspect", "-c", "x", "122B"), "Invalid value for '-c'", "`linkcpp inspect --help`"),
+        (
+            ("plan", "-m", "x", "--mode", "layer"),
+            "Invalid value for '--mode': 'layer'",
+            "mean layers?",
+        ),
+        (("hub", "token", "create", "--role", "nodes"), "Invalid value for '--role'", "mean node?"),
+        (("plan", "-m", "x", "--mode", "qqq"), "Invalid value for '--mode'", "way out: `linkcpp"),
         (("inspect", "12B"), "'12B' is neither a file nor a known preset", "Did you mean 122B? "),
     ],
 )
@@ -310,6 +320,19 @@ def test_wrong_words_are_told_like_every_other_error(
     assert lines[1].startswith("way out: ")
     assert way_out in lines[1]
     assert ended.stdout == ""
+
+
+def test_a_verb_without_its_extra_is_described_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def description() -> str:
+        command = get_command(app).get_command(typer.Context(get_command(app)), "gateway")
+        return str(command.get_short_help_str(200))
+
+    described = description()
+    monkeypatch.delitem(sys.modules, "linkcpp.cli.gateway")
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert description() == f"{described.rstrip('.')} (needs the extra hub)."
 
 
 def test_a_verb_that_needs_another_word_shows_them_once() -> None:
