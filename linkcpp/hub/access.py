@@ -41,6 +41,7 @@ _MAX_BODY_BYTES_OF: Final = {
 _LIMITED_PATHS: Final = ("/v1/join", "/v1/tokens")
 # They come too often to be worth a line each.
 _QUIET_PATHS: Final = ("/v1/heartbeat", "/v1/gateways/heartbeat", "/v1/health", "/metrics")
+_PARTIAL: Final = 206
 _MOST_TOKENS_REMEMBERED: Final = 50_000
 _LONGEST_METHOD: Final = 16
 
@@ -202,7 +203,9 @@ class Access:
         method = scope.get("method", "WEBSOCKET")
         self._metrics.observe_request(method, route, status, seconds)
         path = scope["path"]
-        level = logging.DEBUG if path in _QUIET_PATHS and status < 400 else logging.INFO
+        # Whoever fetches a slice asks for hundreds of ranges, one after the other.
+        is_quiet = (path in _QUIET_PATHS and status < 400) or status == _PARTIAL
+        level = logging.DEBUG if is_quiet else logging.INFO
         if not _log.isEnabledFor(level):
             return
         state = scope["state"]
