@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from linkcpp.cli.inspect import bar
+from linkcpp.cli.plan_table import BarsWhereRoom, plan_table
 from linkcpp.common.units import format_bytes
 from linkcpp.model.slices.segments import Segment, describe
 from linkcpp.planning.records import ExpertShare, Plan
@@ -18,9 +19,13 @@ _MOST_RANGES = 3
 def expert_report(plan: Plan) -> Iterator[RenderableType]:
     """Lay out who holds which experts, and what a token costs on the links."""
     yield Text("\nExperts", style="bold")
-    yield _share_table(plan)
+    yield BarsWhereRoom(lambda has_bars: _share_table(plan, has_bars=has_bars))
     expected = plan.expectation.experts
     if expected is None:
+        return
+    if all(share.is_coordinator for share in plan.expert_shares):
+        where = f"all its experts are on {plan.coordinator_name}"
+        yield Text(f"Each token: {where}; typically {expected.typical_token_ms:.1f} ms")
         return
     yield Text(
         f"Each token: {expected.round_trip_count} round trips, about "
@@ -30,16 +35,14 @@ def expert_report(plan: Plan) -> Iterator[RenderableType]:
     )
 
 
-def _share_table(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("NODE", overflow="fold")
-    table.add_column("DEVICE", no_wrap=True)
-    table.add_column("LAYERS: EXPERTS", overflow="fold")
+def _share_table(plan: Plan, *, has_bars: bool) -> Table:
+    table = plan_table(map(share_name, plan.expert_shares), "LAYERS: EXPERTS")
     for title in ("SLABS", "USED", "OF"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for title in ("WORK", "REPLICAS"):
-        table.add_column(title, justify="right", no_wrap=True)
+    if has_bars:
+        table.add_column("", no_wrap=True)
+    table.add_column("WORK", justify="right", no_wrap=True)
+    table.add_column("REPLICAS", justify="right")
     for share in plan.expert_shares:
         memory = share.memory
         filled = memory.used_bytes / memory.available_bytes if memory.available_bytes else 1.0
@@ -50,7 +53,7 @@ def _share_table(plan: Plan) -> Table:
             format_bytes(memory.weight_bytes),
             format_bytes(memory.used_bytes),
             format_bytes(memory.available_bytes),
-            Text(bar(min(1.0, filled), _BAR_CELLS), "cyan"),
+            *([Text(bar(min(1.0, filled), _BAR_CELLS), "cyan")] if has_bars else []),
             f"{share.work_share:.1%}",
             f"{share.replica_count:,} of {share.unit_count:,}",
         )

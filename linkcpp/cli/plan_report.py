@@ -10,6 +10,7 @@ from linkcpp.cli.inspect import bar
 from linkcpp.cli.output import window_text
 from linkcpp.cli.plan_experts_report import expert_explanation, expert_report, share_name
 from linkcpp.cli.plan_notes import parts_text, snapshot_note, weight_note
+from linkcpp.cli.plan_table import BarsWhereRoom, plan_table
 from linkcpp.common.units import format_bytes
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.records import DeviceMemory, Plan, Stage
@@ -36,7 +37,7 @@ def report(plan: Plan) -> Iterator[RenderableType]:
         f"  {format_bytes(model.weight_bytes)} of weights, {model.layer_count} layers, "
         f"{_options(plan)}",
     )
-    yield _stage_table(plan)
+    yield BarsWhereRoom(lambda has_bars: _stage_table(plan, has_bars=has_bars))
     if plan.expert_shares:
         yield from expert_report(plan)
     expected = plan.expectation
@@ -61,37 +62,38 @@ def _options(plan: Plan) -> str:
     return f"context {options.context_tokens:,}{slots}, {'/'.join(kinds)} cache"
 
 
-def _stage_table(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("NODE", overflow="fold")
-    table.add_column("DEVICE", no_wrap=True)
-    table.add_column("LAYERS", overflow="fold")
+def _stage_table(plan: Plan, *, has_bars: bool) -> Table:
+    rows = list(_stage_rows(plan))
+    table = plan_table((name for name, *_ in rows), "LAYERS")
     for title in ("WEIGHTS", "CACHE", "USED", "OF"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    has_host_stage = any(stage.is_coordinator and stage.is_cpu for stage in plan.stages)
-    if not has_host_stage:
-        _add_row(table, f"{plan.coordinator_name} (here)", "CPU", "input", plan.coordinator_memory)
-    for stage in plan.stages:
-        name = f"{stage.node_name} (here)" if stage.is_coordinator else stage.node_name
-        is_host = stage.is_coordinator and stage.is_cpu
-        memory = plan.coordinator_memory if is_host else stage.memory
-        _add_row(table, name, stage.device, layers_text(stage), memory)
+    if has_bars:
+        table.add_column("", no_wrap=True)
+    for name, device, layers, memory in rows:
+        offered = memory.available_bytes
+        filled = min(1.0, memory.used_bytes / offered) if offered else 1.0
+        table.add_row(
+            Text(name),
+            Text(device),
+            layers,
+            format_bytes(memory.weight_bytes),
+            format_bytes(memory.kv_bytes + memory.recurrent_bytes),
+            format_bytes(memory.used_bytes),
+            format_bytes(offered),
+            *([Text(bar(filled, BAR_CELLS), "cyan")] if has_bars else []),
+        )
     return table
 
 
-def _add_row(table: Table, name: str, device: str, layers: str, memory: DeviceMemory) -> None:
-    offered = memory.available_bytes
-    table.add_row(
-        Text(name),
-        Text(device),
-        layers,
-        format_bytes(memory.weight_bytes),
-        format_bytes(memory.kv_bytes + memory.recurrent_bytes),
-        format_bytes(memory.used_bytes),
-        format_bytes(offered),
-        Text(bar(min(1.0, memory.used_bytes / offered) if offered else 1.0, BAR_CELLS), "cyan"),
-    )
+def _stage_rows(plan: Plan) -> Iterator[tuple[str, str, str, DeviceMemory]]:
+    here = f"{plan.coordinator_name} (here)"
+    if not any(stage.is_coordinator and stage.is_cpu for stage in plan.stages):
+        yield here, "CPU", "input", plan.coordinator_memory
+    for stage in plan.stages:
+        is_host = stage.is_coordinator and stage.is_cpu
+        memory = plan.coordinator_memory if is_host else stage.memory
+        name = here if stage.is_coordinator else stage.node_name
+        yield name, stage.device, layers_text(stage), memory
 
 
 def layers_text(stage: Stage) -> str:

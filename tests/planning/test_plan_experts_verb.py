@@ -51,6 +51,21 @@ def test_it_shows_shares_round_trips_and_bytes(saved_nodes: Path, tmp_path: Path
     assert plan.options.replicas == 2
 
 
+def test_where_all_experts_are_here_no_round_trips_are_told(tmp_path: Path) -> None:
+    where = cluster(200 * GIGABYTE)
+    path = tmp_path / "nodes.json"
+    found = Discovery(coordinator=where.coordinator, nodes=(), notes=())
+    path.write_text(found.model_dump_json())
+    told = CliRunner().invoke(
+        app,
+        ["--model", "122B", "--mode", "experts", "--nodes", str(path)],
+        env={"COLUMNS": "80"},
+    )
+    assert "Each token: all its experts are on here; typically" in told.stdout
+    assert "round trips" not in told.stdout
+    assert told.stdout.count("here (here)") == 2  # names stay in one line, also in 80 columns
+
+
 def test_it_explains_every_holder(saved_nodes: Path) -> None:
     result = run(saved_nodes, "--assume", "4x24GB", "--explain")
     assert result.exit_code == 0, result.output
