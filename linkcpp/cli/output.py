@@ -1,7 +1,9 @@
 """How verbs print: tables and progress for people, JSON for programs."""
 
 import json
+import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -18,6 +20,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+_LINE_SECONDS = 10.0
 _ID_IN_BRACKETS = re.compile(r" \([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\)")
 
 
@@ -74,6 +77,39 @@ def window_text(first_layer: int, layer_count: int, *, holds_output: bool) -> st
     span = f"{first_layer}-{last}" if last > first_layer else str(first_layer)
     parts = [span] if layer_count else []
     return " + ".join([*parts, "output"] if holds_output else parts)
+
+
+class ProgressLines:
+    """Progress for a log file or a pipe, where a terminal would have bars: plain lines on stderr.
+
+    The beginning and the end of each step get a line, and what is between them at most one in ten
+    seconds. ``clock`` tells seconds.
+    """
+
+    def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._screen = screen
+        self._clock = clock
+        self._said_at: dict[str, float] = {}
+        self._ended: set[str] = set()
+
+    def tell(self, step: str, done: int, total: int) -> None:
+        """Say how many of how many of a step are done, if it is time to."""
+        now = self._clock()
+        is_over = done >= total
+        is_due = now - self._said_at.get(step, -math.inf) >= _LINE_SECONDS
+        if step in self._ended or not (is_due or is_over):
+            return
+        self._said_at[step] = now
+        if is_over:
+            self._ended.add(step)
+        if total > 1:
+            self.say(f"{step}: {done} of {total}")
+        else:
+            self.say(f"{step}: done" if is_over else step)
+
+    def say(self, line: str) -> None:
+        """Write one line, however long it is."""
+        self._screen.print(escape(line), soft_wrap=True)
 
 
 @contextmanager

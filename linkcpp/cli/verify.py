@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.output import ProgressLines, console, print_json, status_console
 from linkcpp.cli.plan_files import load_plan
 from linkcpp.cli.verb import verb
 from linkcpp.cli.verify_report import verification_view
@@ -65,13 +65,16 @@ def _deployment(target: str | None) -> DeploymentFolder:
 
 def _run(folder: DeploymentFolder, options: VerifyOptions) -> VerifyReport:
     screen = status_console()
+    if not screen.is_terminal:
+        lines = ProgressLines(screen)
+        lines.say(_what_will_be_done(folder.name, options))
+        return asyncio.run(run_verification(folder, options, lines.tell))
     with Progress(
         SpinnerColumn(finished_text="[green]✓[/]"),
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         console=screen,
-        disable=not screen.is_terminal,
     ) as progress:
         tasks: dict[str, TaskID] = {}
 
@@ -81,3 +84,11 @@ def _run(folder: DeploymentFolder, options: VerifyOptions) -> VerifyReport:
             progress.update(tasks[what], completed=done, total=total)
 
         return asyncio.run(run_verification(folder, options, tell))
+
+
+def _what_will_be_done(name: str, options: VerifyOptions) -> str:
+    prompts, tokens = len(options.prompts), options.token_count
+    return (
+        f"verifying {name}: {prompts} {'prompt' if prompts == 1 else 'prompts'} with {tokens} "
+        f"tokens after each, then {options.expert_count} experts of each layer of every worker"
+    )

@@ -6,6 +6,7 @@ import httpx
 
 from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError
+from linkcpp.verify.silence import silent
 from linkcpp.verify.statistics import Comparison, Position, compare, same_beginning
 
 BEST_TOKENS = 64
@@ -15,11 +16,14 @@ _MOST_PARTINGS = 4
 
 
 class TextServer(AsyncClosing):
-    """One llama-server; ``who`` names it in errors."""
+    """One llama-server; ``who`` names it in errors, ``way_out`` helps where it falls silent."""
 
-    def __init__(self, url: str, who: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, who: str, api_key: str | None = None, way_out: str | None = None
+    ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._who = who
+        self._way_out = way_out
         self._http = httpx.AsyncClient(
             base_url=url, headers=headers, timeout=_REQUEST_SECONDS, trust_env=False
         )
@@ -32,19 +36,21 @@ class TextServer(AsyncClosing):
         """Return the tokens of a prompt, with those that the model wants before it.
 
         Raises:
-            LinkcppError: it does not answer, or not with tokens.
+            SilentError: it does not answer.
+            LinkcppError: it answers, but not with tokens.
         """
         answer = await self._post("/tokenize", {"content": text, "add_special": True})
         try:
             return [int(token) for token in answer["tokens"]]
         except (LookupError, TypeError, ValueError) as error:
-            raise self._nonsense(error) from error
+            raise self._nonsense() from error
 
     async def continue_text(self, tokens: list[int], count: int) -> list[Position]:
         """Return ``count`` greedy tokens after these, each with its ``BEST_TOKENS`` best.
 
         Raises:
-            LinkcppError: it does not answer, or not with that.
+            SilentError: it does not answer.
+            LinkcppError: it answers, but not with that.
         """
         answer = await self._post(
             "/completion",
@@ -60,7 +66,7 @@ class TextServer(AsyncClosing):
         try:
             found = [_position(step) for step in answer["completion_probabilities"]]
         except (LookupError, TypeError, ValueError) as error:
-            raise self._nonsense(error) from error
+            raise self._nonsense() from error
         if not found:
             raise LinkcppError(f"{self._who} answered without a token.")
         return found
@@ -68,17 +74,21 @@ class TextServer(AsyncClosing):
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         try:
             answer = await self._http.post(path, json=body)
+            if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+                answer.raise_for_status()
             if answer.is_error:
                 raise LinkcppError(f"{self._who} refuses: {answer.text[:300]}")
             return answer.json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise LinkcppError(
-                f"{self._who} does not answer: {error!r}.",
-                hint="`linkcpp status` tells how it is; `linkcpp logs` what it said.",
-            ) from error
+        except httpx.HTTPError as error:
+            raise silent(self._who, error, self._way_out) from error
+        except ValueError as error:
+            raise self._nonsense() from error
 
-    def _nonsense(self, error: Exception) -> LinkcppError:
-        return LinkcppError(f"{self._who} answered without probabilities: {error!r}.")
+    def _nonsense(self) -> LinkcppError:
+        return LinkcppError(
+            f"{self._who} answered without probabilities.",
+            hint="Launch it with an engine of linkcpp (`linkcpp engine list`).",
+        )
 
 
 def _position(step: Any) -> Position:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from linkcpp.cluster.config import load_config
 from linkcpp.cluster.findings import compare_engines
@@ -65,6 +66,11 @@ def same_engine(plan: Plan) -> Engine:
     return engine
 
 
+def reference_log(folder: DeploymentFolder) -> Path:
+    """Where the log of the whole model's llama-server is, also after its end."""
+    return folder.path / "reference.log"
+
+
 @contextlib.asynccontextmanager
 async def running_reference(
     folder: DeploymentFolder, request: LaunchRequest, plan: Plan, model_path: str
@@ -87,7 +93,7 @@ async def running_reference(
         api_key_file=None,
         own_templates=request.templates_folder,
     )
-    log_path = folder.path / "reference.log"
+    log_path = reference_log(folder)
     server = await LlamaServer.start(
         command,
         library_folders=engine.location.library_folders,

@@ -13,6 +13,7 @@ from linkcpp.dispatch.control import CheckRequest, DispatchStatus, WorkerStatus
 from linkcpp.dispatch.holder import LinkState
 from linkcpp.engine.rpc_server import LOOPBACK
 from linkcpp.verify.records import WorkerReport
+from linkcpp.verify.silence import silent
 from linkcpp.worker.agreement import Verdict, merge
 
 _CHECK_SECONDS = 300.0
@@ -78,10 +79,12 @@ class RowChecker:
                 raise LinkcppError(str(told["message"]), hint=told["hint"])
             answer.raise_for_status()
             return kind.model_validate_json(answer.content)
-        except (httpx.HTTPError, ValidationError, ValueError, LookupError, TypeError) as error:
+        except httpx.HTTPError as error:
+            raise silent("The deployment's dispatch process", error) from error
+        except (ValidationError, ValueError, LookupError, TypeError) as error:
             raise LinkcppError(
-                f"The dispatch process does not answer: {error!r}.",
-                hint="`linkcpp status` tells how the deployment is.",
+                "The deployment's dispatch process answers with something else than rows.",
+                hint="Launch the deployment again with this version of linkcpp.",
             ) from error
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.api import read_api_key
 from linkcpp.launch.folder import DeploymentFolder, current_deployments
+from linkcpp.launch.records import Phase
 from linkcpp.launch.status import Condition, DeploymentReport, report_on
 from linkcpp.model.inventory import read_inventory
 from linkcpp.model.slices.hollow import has_no_experts
@@ -17,8 +18,9 @@ from linkcpp.registry.finding_models import is_elsewhere, require_here
 from linkcpp.registry.hub_places import parse_hub_location
 from linkcpp.verify.generation import TextServer, compare_prompt
 from linkcpp.verify.records import PromptReport, VerifyOptions, VerifyReport, WorkerReport
-from linkcpp.verify.reference import running_reference
+from linkcpp.verify.reference import reference_log, running_reference
 from linkcpp.verify.rows import RowChecker
+from linkcpp.verify.silence import SilentError
 from linkcpp.verify.statistics import Comparison, summarize, summary_of, verdict_of
 
 _BEGINNING_CHARACTERS = 40
@@ -66,7 +68,10 @@ async def verify(
     if report.condition is not Condition.RUNNING or report.state is None:
         raise LinkcppError(f"{folder.name!r} does not run.", hint=_way_out(report))
     verification = _Verification(folder, report.state.api_url or "", options, on_progress)
-    return await verification.run()
+    try:
+        return await verification.run()
+    except SilentError as error:
+        raise _stopped_answering(folder, error) from error
 
 
 class _Verification:
@@ -133,9 +138,10 @@ class _Verification:
             self._on_progress("loading the whole model", 1, 1)
             key_file = self._request.api_key_file
             key = read_api_key(Path(key_file)) if key_file else None
+            log = f"The log of its llama-server: {reference_log(self._folder)}"
             async with (
                 TextServer(self._api_url, "The deployment", key) as deployment,
-                TextServer(url, "The whole model") as reference,
+                TextServer(url, "The whole model", way_out=log) as reference,
             ):
                 return await self._compare_prompts(deployment, reference)
 
@@ -151,7 +157,7 @@ class _Verification:
             )
         results = []
         for number, prompt in enumerate(prompts):
-            self._on_progress("prompts", number, len(prompts))
+            self._on_progress("comparing prompts", number, len(prompts))
             tokens = await reference.tokenize(prompt)
             if len(tokens) > most:
                 self._notes.append(
@@ -165,7 +171,7 @@ class _Verification:
                 agreement=summarize(found, 1),
             )
             results.append((report, found))
-        self._on_progress("prompts", len(prompts), len(prompts))
+        self._on_progress("comparing prompts", len(prompts), len(prompts))
         return results
 
     async def _check_rows(self) -> list[WorkerReport]:
@@ -174,7 +180,7 @@ class _Verification:
             return []
         checker = RowChecker(self._folder.read_control(), self._options.expert_count)
         workers = await checker.check_all(
-            lambda done, total: self._on_progress("rows of the workers", done, total)
+            lambda done, total: self._on_progress("checking layers of workers", done, total)
         )
         unchecked = [worker.name for worker in workers if worker.verdict is None]
         if unchecked:
@@ -200,6 +206,19 @@ def whole_model(location: str, plan: Plan) -> str | None:
             if has_no_experts(files):
                 return None
     return inventory.source
+
+
+def _stopped_answering(folder: DeploymentFolder, error: SilentError) -> LinkcppError:
+    """Say what is known of a deployment that fell silent; of anything else, what was said."""
+    if error.hint is not None:
+        return error
+    way_out = f"See how it is with `linkcpp status {folder.name}`; verify again once it runs."
+    report = report_on(folder)
+    if report.state is not None and report.state.phase is Phase.RECOVERING:
+        return LinkcppError(f"{error.message} It is recovering.", hint=way_out)
+    if report.condition is not Condition.RUNNING and report.explanation:
+        return LinkcppError(f"{error.message} {report.explanation}", hint=way_out)
+    return LinkcppError(error.message, hint=way_out)
 
 
 def _way_out(report: DeploymentReport) -> str:

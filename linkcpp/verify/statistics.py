@@ -133,15 +133,29 @@ def verdict_of(text: TextAgreement | None, workers: Iterable[WorkerReport]) -> V
 def summary_of(
     verdict: Verdict, text: TextAgreement | None, workers: Sequence[WorkerReport]
 ) -> str:
-    """Say in one sentence what was found."""
+    """Say in one sentence what was found, and no more than was compared."""
     if verdict is Verdict.DIFFERS:
         wrong = [worker.name for worker in workers if worker.verdict is Verdict.DIFFERS]
         what = ["the rows of " + ", ".join(wrong)] if wrong else []
         if text is not None and text.verdict is Verdict.DIFFERS:
             what.append("the next tokens' probabilities")
         return f"differs: {' and '.join(what)}"
+    if text is None:
+        return f"{_workers_agree(workers)}; the text was not compared"
     if verdict is Verdict.EXACT:
         return "exact: difference 0"
+    return f"equivalent within {_distance(text, workers)}"
+
+
+def _workers_agree(workers: Sequence[WorkerReport]) -> str:
+    checked = [worker for worker in workers if worker.verdict is not None]
+    some = f"{len(checked)} of {len(workers)} " if len(checked) < len(workers) else ""
+    is_exact = all(worker.verdict is Verdict.EXACT for worker in checked)
+    distance = "difference 0" if is_exact else f"within {_distance(None, workers)}"
+    return f"{some}workers agree: {distance}"
+
+
+def _distance(text: TextAgreement | None, workers: Sequence[WorkerReport]) -> str:
     within = []
     if text is not None and text.verdict is Verdict.EQUIVALENT:
         within.append(
@@ -150,4 +164,4 @@ def summary_of(
     cosines = [worker.agreement.least_cosine for worker in workers if worker.agreement is not None]
     if any(worker.verdict is Verdict.EQUIVALENT for worker in workers):
         within.append(f"a cosine of {min(cosines):.6f}")
-    return f"equivalent within {' and '.join(within)}"
+    return " and ".join(within)

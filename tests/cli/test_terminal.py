@@ -16,6 +16,7 @@ from typer.main import get_command
 
 from linkcpp.__main__ import main
 from linkcpp.cli.main import app
+from linkcpp.cli.output import ProgressLines
 from linkcpp.cli.verify_report import verification_view
 from linkcpp.cluster.token import create_token
 from linkcpp.common.errors import LinkcppError
@@ -347,3 +348,15 @@ def test_a_file_name_with_a_slip_is_offered_the_right_one(tmp_path: Path) -> Non
     assert f"Did you mean {tmp_path / 'smollm2-q4.gguf'}?" in ended.stderr
     elsewhere = run("inspect", str(tmp_path / "none" / "x.gguf"))
     assert f"There is no folder {tmp_path / 'none'}" in elsewhere.stderr
+
+
+def test_a_log_file_gets_a_line_of_progress_every_ten_seconds_at_most() -> None:
+    written = StringIO()
+    seconds = iter(range(0, 1000, 4))
+    lines = ProgressLines(Console(file=written, width=20), clock=lambda: next(seconds))
+    for done in (*range(8), 7):
+        lines.tell("comparing [1] prompts", done, 7)
+    lines.tell("loading", 0, 1)
+    lines.tell("loading", 1, 1)
+    counts = [f"comparing [1] prompts: {done} of 7" for done in (0, 3, 6, 7)]
+    assert written.getvalue().splitlines() == [*counts, "loading", "loading: done"]

@@ -1,5 +1,6 @@
 """``linkcpp verify`` on deployments of real programs: exact, equivalent, lying, hollow."""
 
+import asyncio
 import json
 import stat
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ import pytest
 from linkcpp.common.resources import resource_folder
 from linkcpp.dispatch.process import WorkerEntry
 from linkcpp.model.slices.writing import write_backbone
+from linkcpp.verify.generation import TextServer
 from linkcpp.verify.prompts import load_prompts
+from linkcpp.verify.silence import SilentError
 from tests.dispatch.test_admission import Meddler, twice
 from tests.dispatch.test_exactness import even_shares
 from tests.launch.expert_plans import experts_plan
@@ -69,6 +72,10 @@ def test_layers_on_nodes_are_exact(swarm: Swarm, few_prompts: str, stopped: None
     assert found["workers"] == []
     table = swarm.run("verify", "spread", *FEW, few_prompts)
     assert "exact: difference 0" in table.stdout
+    lines = table.stderr.splitlines()
+    assert lines[0].startswith("verifying spread: 2 prompts with 6 tokens after each")
+    assert "comparing prompts: 0 of 2" in lines
+    assert lines[-1] == "comparing prompts: 2 of 2"
 
 
 def test_repacked_weights_are_equivalent(swarm: Swarm, few_prompts: str, stopped: None) -> None:
@@ -164,6 +171,7 @@ def test_a_hollow_coordinator_compares_workers_with_each_other(
     found = verified(swarm, "hollow", *FEW, few_prompts)
     assert found["verdict"] == "exact"
     assert found["text"] is None
+    assert found["summary"] == "workers agree: difference 0; the text was not compared"
     assert "no whole model" in found["notes"][0]
     others = {tuple(worker["against"]) for worker in found["workers"]}
     assert all(against[0].startswith("worker ") for against in others)
@@ -210,3 +218,20 @@ def test_the_prompts_that_ship_are_many_and_of_any_length() -> None:
     assert min(map(len, prompts)) < 10
     assert max(map(len, prompts)) > 1500
     assert any(ord(max(prompt)) > 0x4E00 for prompt in prompts)
+
+
+def test_a_server_that_goes_away_in_the_middle_is_told_of_in_words() -> None:
+    async def ask() -> None:
+        def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        server = await asyncio.start_server(hang_up, "127.0.0.1")
+        port = server.sockets[0].getsockname()[1]
+        async with server, TextServer(f"http://127.0.0.1:{port}", "The deployment") as text:
+            await text.tokenize("the")
+
+    with pytest.raises(SilentError) as told:
+        asyncio.run(ask())
+    assert str(told.value) == (
+        "The deployment stopped answering: it closed the connection in the middle of a request."
+    )

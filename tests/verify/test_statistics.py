@@ -153,6 +153,10 @@ def test_the_verdict_is_the_worst_and_names_who_is_wrong() -> None:
     assert verdict_of(None, [worker(None)]) is None
     assert verdict_of(None, [worker(None), good]) == Verdict.EXACT
     assert summary_of(Verdict.EXACT, exact, [good]) == "exact: difference 0"
+    workers_only = "workers agree: difference 0; the text was not compared"
+    assert summary_of(Verdict.EXACT, None, [good, good]) == workers_only
+    assert summary_of(Verdict.EXACT, None, [good, worker(None)]) == f"1 of 2 {workers_only}"
+    assert summary_of(Verdict.EQUIVALENT, None, [close]).startswith("workers agree: within a cos")
     assert "cosine of 0.999950" in summary_of(Verdict.EQUIVALENT, exact, [close])
     assert summary_of(Verdict.DIFFERS, exact, [good, wrong]) == "differs: the rows of w"
 
