@@ -14,6 +14,10 @@ class StepRefusedError(LinkcppError):
         self.nodes = nodes
 
 
+class NodeMissingError(StepRefusedError):
+    """Nodes that a step needs cannot be found, and none refused to talk."""
+
+
 class BrokenError(Exception):
     """Something that was up and running is not any more; ``reason`` is a clause for people."""
 

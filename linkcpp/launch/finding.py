@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from linkcpp.cluster.findings import compare_engines
 from linkcpp.cluster.records import NodeId, NodeRecord
 from linkcpp.launch.decisions import remote_nodes
-from linkcpp.launch.failing import StepRefusedError
+from linkcpp.launch.failing import NodeMissingError, StepRefusedError
 from linkcpp.node.client import NodeClient, NodeError, WrongTokenError
 from linkcpp.node.reaching import Reach
 from linkcpp.planning.records import Plan
@@ -130,7 +130,7 @@ class _Search:
         if self._rejections:
             first = self._rejections[0]
             raise StepRefusedError(first.message, hint=first.hint, nodes=nodes)
-        raise StepRefusedError(
+        raise NodeMissingError(
             f"The plan needs {names}, which cannot be found.",
             hint="Start `linkcpp node` there, name its address with --node, or make another plan "
             "with `linkcpp plan`.",

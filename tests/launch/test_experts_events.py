@@ -1,5 +1,6 @@
 """How the state of a deployment's experts follows from what happens, and what is said of it."""
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from linkcpp.dispatch.checks import AdmissionStatus
 from linkcpp.dispatch.control import DispatchStatus, FallbackStatus, WorkerStatus
 from linkcpp.launch.decisions import Step
 from linkcpp.launch.experts.decisions import (
+    absence_clause,
     CHAIN,
     lost_sentence,
     next_step_of,
@@ -227,3 +229,11 @@ def test_uncovered_experts_are_counted_with_all_reasons() -> None:
     told_why = uncovered_sentence(12, {"cellar": "not found.", "attic": "no room"})
     assert told_why == "12 experts have no worker (attic: no room; cellar: not found)."
     assert "no node was planned for them" in uncovered_sentence(1, {})
+
+
+def test_a_node_that_left_is_told_with_the_time_it_left() -> None:
+    left_at = datetime(2026, 3, 1, 20, 48, tzinfo=UTC)
+    assert absence_clause(left_at, left_at).startswith("its node left at 20:48; it comes back")
+    next_day = absence_clause(left_at, left_at + timedelta(hours=9))
+    assert "left on 2026-03-01 at 20:48" in next_day
+    assert "cannot be found" in absence_clause(None, left_at)

@@ -1,6 +1,7 @@
 """What to do next in mode ``experts``, whether it is as planned, and how to say it. Pure."""
 
 from collections.abc import Mapping, Set
+from datetime import datetime
 
 from linkcpp.common.units import format_bytes
 from linkcpp.launch.decisions import PADDING_SHARE, ROUNDING_BYTES, Step
@@ -49,6 +50,14 @@ def lost_sentence(experts: ExpertsState, index: int, reason: str) -> str:
 def back_sentence(share: ExpertShare) -> str:
     """Say that a worker computes again."""
     return f"{share.node_name} is back and computes again"
+
+
+def absence_clause(left_at: datetime | None, now: datetime) -> str:
+    """Say since when a share's node is away, in local time; ``None`` where it never served."""
+    if left_at is None:
+        return "its node cannot be found; it takes part as soon as the node is there"
+    day = "" if left_at.date() == now.date() else f"on {left_at:%Y-%m-%d} "
+    return f"its node left {day}at {left_at:%H:%M}; it comes back by itself with the node"
 
 
 def unproved_experts(experts: ExpertsState) -> list[str]:

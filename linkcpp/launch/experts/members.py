@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from linkcpp.cluster.limits import usable_cores
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.records import EngineLocation
 from linkcpp.launch.events import Noticed
-from linkcpp.launch.experts.decisions import back_sentence, lost_sentence
+from linkcpp.launch.experts.decisions import absence_clause, back_sentence, lost_sentence
 from linkcpp.launch.experts.delivery import Delivery
 from linkcpp.launch.experts.dispatching import Dispatcher, holder_name
 from linkcpp.launch.experts.events import DispatchSeen, WorkerFound, WorkerMoved, WorkerStarted
 from linkcpp.launch.experts.files import ExpertFiles
 from linkcpp.launch.experts.programs import start_program
 from linkcpp.launch.experts.records import ExpertsState, WorkerPhase
+from linkcpp.launch.failing import NodeMissingError
 from linkcpp.launch.finding import FoundNode
 from linkcpp.launch.watch import RENEW_SECONDS, Emit
 from linkcpp.node.client import NodeClient, NodeError, NodeRefusedError
@@ -73,6 +75,7 @@ class Member(ABC):
         self._around = around
         self._emit = around.emit
         self._has_served = False
+        self._left_at: datetime | None = None
         self.first_try: asyncio.Future[LinkcppError | None] = (
             asyncio.get_running_loop().create_future()
         )
@@ -99,6 +102,8 @@ class Member(ABC):
     def _note_failure(self, error: LinkcppError) -> str:
         if not self.first_try.done():
             self.first_try.set_result(error)
+        if isinstance(error, NodeMissingError):
+            return absence_clause(self._left_at, datetime.now().astimezone())
         return error.message
 
     @abstractmethod
@@ -117,6 +122,7 @@ class Member(ABC):
         before = self._around.experts().workers[self._index]
         self._move(WorkerPhase.AWAY, reason)
         if before.phase is WorkerPhase.UP:
+            self._left_at = datetime.now().astimezone()
             self._emit(Noticed(lost_sentence(self._around.experts(), self._index, reason)))
 
     def _note_return(self) -> None:
