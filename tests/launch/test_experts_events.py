@@ -11,8 +11,8 @@ from linkcpp.dispatch.checks import AdmissionStatus
 from linkcpp.dispatch.control import DispatchStatus, FallbackStatus, WorkerStatus
 from linkcpp.launch.decisions import Step
 from linkcpp.launch.experts.decisions import (
-    absence_clause,
     CHAIN,
+    absence_clause,
     lost_sentence,
     next_step_of,
     uncovered_sentence,
