@@ -3,22 +3,21 @@
 import socket
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from linkcpp.dispatch.experts import EarlyResult, ExpertRunner
 from linkcpp.dispatch.memory import (
     RequestError,
     VirtualMemory,
     tensor_fields,
-    with_address,
     without_address,
 )
+from linkcpp.dispatch.placing import TensorPlaces
 from linkcpp.dispatch.program import (
     Binder,
     BoundCall,
     Program,
     compile_program,
-    expert_owner,
 )
 from linkcpp.dispatch.reading import RequestReader
 from linkcpp.engine import wire_messages as messages
@@ -30,36 +29,17 @@ from linkcpp.engine.wire import (
     WireError,
     answer_header,
     encode_answer,
-    encode_request,
-    request_header,
 )
 
 if TYPE_CHECKING:
     from linkcpp.dispatch.device import VirtualDevice
 
 _MOST_PROGRAMS = 4096
-_MOST_RECORDS = 8192
 _MOST_KNOWN = 64
 _STALL_SECONDS = 60.0
 _REPLY_BYTES = 1 << 22
 _QUEUE_BYTES = 1 << 20
 _LIMITS = Limits(set_tensor_bytes=1 << 30, graph_bytes=1 << 26)
-
-
-class _Placed(NamedTuple):
-    """A tensor of a client: its record for the backing server, its address for the client."""
-
-    record: bytes
-    data: int
-    span_bytes: int
-
-
-class _Get(NamedTuple):
-    """The backing server's request for a GET, the answer's size, and the client's address."""
-
-    request: bytes
-    size_bytes: int
-    address: int
 
 
 class Session:
@@ -71,10 +51,7 @@ class Session:
         self._requests = RequestReader(client, _LIMITS)
         self._memory = VirtualMemory(device.backing)
         self._programs: OrderedDict[bytes, Program] = OrderedDict()
-        self._records: dict[bytes, _Placed | None] = {}
-        # What stands before the data of a SET for the backing server, and the client's address.
-        self._set_heads: dict[tuple[bytes, int], tuple[bytes, int]] = {}
-        self._gets: dict[bytes, _Get] = {}
+        self._places = TensorPlaces(self._memory, device.backing.dialect)
         self._replies: list[Buffer] = []
         self._reply_bytes = 0
         self._program: Program | None = None
@@ -206,9 +183,7 @@ class Session:
         self._known.clear()
         self._programs.clear()
         self._program = None
-        self._records.clear()
-        self._set_heads.clear()
-        self._gets.clear()
+        self._places.forget()
         self._memory.free(handle)
         self._acknowledge(Command.FREE_BUFFER)
 
@@ -236,74 +211,21 @@ class Session:
         )
         self._reply(self._device.backing.call(Command.GET_ALLOC_SIZE, real))
 
-    def _place(self, record: bytes) -> "_Placed | None":
-        """Look a tensor up by its record; ``None`` for an expert's weight, which is nowhere."""
-        if record in self._records:
-            return self._records[record]
-        fields = tensor_fields(record)
-        if not fields.buffer:
-            raise RequestError("A tensor has no buffer.")
-        placed = None
-        if expert_owner(fields.name) is None:
-            real = with_address(record, self._memory.locate(fields))
-            placed = _Placed(real, fields.data, fields.span_bytes)
-        else:
-            self._memory.drop(fields.buffer)
-        if len(self._records) >= _MOST_RECORDS:
-            self._records.clear()
-        self._records[record] = placed
-        return placed
-
-    def _place_part(self, record: bytes, offset: int, size_bytes: int) -> "_Placed | None":
-        """Look a tensor up of which a part is used."""
-        placed = self._place(record)
-        if placed is not None and offset + size_bytes > placed.span_bytes:
-            raise RequestError("A request reaches past the end of its tensor.")
-        return placed
-
-    def _place_whole(self, record: bytes) -> "_Placed":
-        """Look a tensor up that must not be an expert's weight."""
-        placed = self._place(record)
-        if placed is None:
-            raise RequestError("The weights of experts cannot be read back or copied.")
-        return placed
-
     def _init_tensor(self, payload: memoryview) -> None:
-        placed = self._place(bytes(payload))
+        placed = self._places.find(bytes(payload))
         if placed is not None:
             self._device.backing.call(Command.INIT_TENSOR, placed.record)
         self._acknowledge(Command.INIT_TENSOR)
 
     def _set_tensor(self, payload: memoryview) -> None:
-        head_bytes = self._device.backing.dialect.set_tensor_head_bytes
-        size_bytes = len(payload) - head_bytes
-        key = bytes(payload[:head_bytes]), size_bytes
-        known = self._set_heads.get(key)
-        if known is None:
-            known = self._bind_set(payload, size_bytes)
-            if known is None:
-                self._device.counters.dropped_bytes += size_bytes
-                return
-            if len(self._set_heads) >= _MOST_RECORDS:
-                self._set_heads.clear()
-            self._set_heads[key] = known
-        head, address = known
-        data = bytes(payload[head_bytes:])
-        self._device.backing.queue(head, data)
-        self._remember(address, data)
-
-    def _bind_set(self, payload: memoryview, size_bytes: int) -> tuple[bytes, int] | None:
-        """Return the backing server's request before the data, and the client's address."""
-        dialect = self._device.backing.dialect
-        head = messages.parse_set_tensor_head(dialect, payload)
-        placed = self._place_part(head.tensor, head.offset, size_bytes)
-        if placed is None:
-            return None
-        real = messages.build_set_tensor_head(
-            dialect, messages.SetTensor(placed.record, head.offset, False)
-        )
-        request = request_header(Command.SET_TENSOR, len(real) + size_bytes) + real
-        return request, placed.data + head.offset
+        data = payload[self._device.backing.dialect.set_tensor_head_bytes :]
+        head = self._places.set_head(payload)
+        if head is None:
+            self._device.counters.dropped_bytes += len(data)
+            return
+        kept = bytes(data)
+        self._device.backing.queue(head.request, kept)
+        self._remember(head.address, kept)
 
     def _remember(self, address: int, data: bytes) -> None:
         """Keep what is at an address; anything that it overlaps is no longer known."""
@@ -315,49 +237,35 @@ class Session:
             self._known[address] = data
 
     def _set_tensor_hash(self, payload: memoryview) -> None:
-        is_expert = self._place(messages.TENSOR_HASH.parse(payload).tensor) is None
+        is_expert = self._places.find(messages.TENSOR_HASH.parse(payload).tensor) is None
         # Of anything else nothing is known by its hash, so it will be sent.
         self._reply(messages.RESULT.build(messages.Result(int(is_expert))))
 
     def _memset_tensor(self, payload: memoryview) -> None:
         request = messages.MEMSET_TENSOR.parse(payload)
         self._known.clear()
-        placed = self._place_part(request.tensor, request.offset, request.size_bytes)
+        placed = self._places.part(request.tensor, request.offset, request.size_bytes)
         if placed is not None:
             real = messages.MEMSET_TENSOR.build(messages.MemsetTensor(placed.record, *request[1:]))
             self._device.backing.call(Command.MEMSET_TENSOR, real)
 
     def _get_tensor(self, payload: memoryview) -> None:
-        key = bytes(payload)
-        known = self._gets.get(key)
-        if known is None:
-            if len(self._gets) >= _MOST_RECORDS:
-                self._gets.clear()
-            known = self._gets[key] = self._bind_get(key)
+        wanted = self._places.get_request(payload)
         early = self._early
-        if early is not None and early.is_at(known.address, known.size_bytes):
+        if early is not None and early.is_at(wanted.address, wanted.size_bytes):
             self._device.counters.early_count += 1
             self._reply(early.data)
             return
         backing = self._device.backing
-        backing.queue(known.request)
-        self._reply(backing.receive(known.size_bytes))
-
-    def _bind_get(self, payload: bytes) -> _Get:
-        request = messages.GET_TENSOR.parse(payload)
-        placed = self._place_whole(request.tensor)
-        if request.offset + request.size_bytes > placed.span_bytes:
-            raise RequestError("GET_TENSOR reaches past the end of its tensor.")
-        real = messages.GetTensor(placed.record, request.offset, request.size_bytes)
-        wanted = encode_request(Command.GET_TENSOR, messages.GET_TENSOR.build(real))
-        return _Get(wanted, request.size_bytes, placed.data + request.offset)
+        backing.queue(wanted.request)
+        self._reply(backing.receive(wanted.size_bytes))
 
     def _copy_tensor(self, payload: memoryview) -> None:
         request = messages.COPY_TENSOR.parse(payload)
         self._known.clear()
         real = messages.CopyTensor(
-            self._place_whole(request.source).record,
-            self._place_whole(request.destination).record,
+            self._places.whole(request.source).record,
+            self._places.whole(request.destination).record,
         )
         answer = self._device.backing.call(Command.COPY_TENSOR, messages.COPY_TENSOR.build(real))
         self._reply(answer)
