@@ -8,6 +8,7 @@ from rich.text import Text
 
 from linkcpp.cli.output import console, print_json
 from linkcpp.cli.verb import verb
+from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.logs import (
     LogPart,
@@ -24,6 +25,7 @@ app = verb()
 
 @app.command()
 def logs(
+    *,
     name: Annotated[
         str | None,
         typer.Argument(help="The deployment or its plan file; not needed if there is only one."),
@@ -35,9 +37,19 @@ def logs(
     keep_on: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Print the lines as they are, without a name before each.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document: each program and its lines.")
+    ] = False,
 ) -> None:
     """Show the logs of the supervisor, llama-server, and the programs on the nodes."""
+    if raw and as_json:
+        raise LinkcppError(
+            "--raw and --json are two forms of the same lines.",
+            hint="Give --raw for the lines alone, --json for one document.",
+        )
     folder = find_deployment(name)
     programs = remote_programs(folder, node)
     parts = [] if node else list(local_tails(folder, tail))
@@ -46,24 +58,26 @@ def logs(
         print_json([{"source": part.source, "lines": part.lines} for part in parts])
         return
     for part in parts:
-        _show(part)
+        _show(part, raw=raw)
     if keep_on:
-        asyncio.run(_follow(folder, programs, only_nodes=node is not None))
+        asyncio.run(_follow(folder, programs, only_nodes=node is not None, raw=raw))
 
 
 async def _remote_tails(programs: list[Remote], tail: int) -> list[LogPart]:
     return list(await asyncio.gather(*(remote_tail(program, tail) for program in programs)))
 
 
-async def _follow(folder: DeploymentFolder, programs: list[Remote], *, only_nodes: bool) -> None:
+async def _follow(
+    folder: DeploymentFolder, programs: list[Remote], *, only_nodes: bool, raw: bool
+) -> None:
     async for part in follow(folder, programs):
         if not only_nodes or part.source.startswith(("rpc-server ", "worker ")):
-            _show(part)
+            _show(part, raw=raw)
 
 
-def _show(part: LogPart) -> None:
+def _show(part: LogPart, *, raw: bool) -> None:
     screen = console()
     for line in part.lines:
         # What programs print is text, whatever markup it looks like.
-        prefix = Text(f"{part.source} | ", style="dim")
+        prefix = Text("" if raw else f"{part.source} | ", style="dim")
         screen.print(prefix + Text(line), soft_wrap=True)

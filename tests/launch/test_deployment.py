@@ -90,6 +90,8 @@ def test_logs_have_every_program_and_can_be_had_of_one_node(swarm: Swarm, url: s
     }
     attic = swarm.run("logs", NAME, "--node", "attic", "--json").json
     assert [part["source"] for part in attic] == ["rpc-server attic CPU"]
+    raw = swarm.run("logs", NAME, "--node", "attic", "--raw").stdout
+    assert raw.splitlines() == attic[0]["lines"]
     unknown = swarm.run("logs", NAME, "--node", "nowhere", code=2)
     assert "'nowhere' is no node of 'smol'" in unknown.stderr
 
