@@ -27,6 +27,10 @@ from linkcpp.registry.discovering import find_everywhere, parse_hub_node_url
 
 _PAUSE_SECONDS = 1.0
 _TABLE_COLUMNS = 80
+_HOW_TO_SHARE = (
+    "To give a machine of yours this one's token, then start its node again:\n"
+    "  linkcpp token --show | ssh OTHER linkcpp token set --replace"
+)
 _IPV4_ADDRESS_COLUMNS = len("255.255.255.255:65535")
 
 app = verb()
@@ -52,7 +56,10 @@ def discover(
         typer.Option("--hub", help="Ask this hub too, which this machine joined; may be repeated."),
     ] = None,
 ) -> None:
-    """Find nodes: by mDNS, by --node and --hub, and by `nodes` in config.toml."""
+    """Find nodes: by mDNS, by --node and --hub, and by `nodes` in config.toml.
+
+    Exit code 1 where a hub that was named cannot be asked; to find no node is no error.
+    """
     engine, remarks = _engine()
     search = _Search(engine, node or [], hub or [], timeout, use_mdns=not no_mdns)
     if watch:
@@ -70,6 +77,8 @@ def discover(
         for part in render(found, remarks, where=search.where):
             # Commands and reasons are not broken: the terminal wraps them, and they can be copied.
             console(_TABLE_COLUMNS).print(part, soft_wrap=isinstance(part, Text))
+    if found.unanswered_hub_urls:
+        raise typer.Exit(1)
 
 
 class Where(StrEnum):
@@ -168,6 +177,8 @@ def render(
         for node in found.nodes
         if node.reason
     ]
+    if any(node.status is NodeStatus.WRONG_TOKEN for node in found.nodes):
+        parts.append(Text(_HOW_TO_SHARE))
     is_explained = where is Where.HUB and found.notes
     if not found.cluster.nodes and not is_explained:
         parts.append(Text(_what_to_check(where, has_own_agent=bool(found.nodes))))

@@ -135,7 +135,10 @@ def remove(
         if problem.code not in ("unknown_model", "invalid_name"):
             raise
         raise _unknown(name, catalogue.names()) from problem
-    console().print(f"Removed {escape(printable(name))}.")
+    console().print(
+        f"Removed {escape(printable(name))}. Plans that name it cannot be launched any more.",
+        soft_wrap=True,
+    )
 
 
 def _catalogue(data: Path | None, hub_url: str | None, *, may_be_new: bool = False) -> Catalogue:

@@ -7,6 +7,7 @@ import typer
 
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.token import create_token, load_token, store_token, token_path
+from linkcpp.common.errors import LinkcppError
 
 _LONGEST_INPUT = 4096
 
@@ -57,6 +58,12 @@ def take_over(
         text = typer.prompt("Token", hide_input=True)
     else:
         text = sys.stdin.read(_LONGEST_INPUT)
+    if not text.strip():
+        raise LinkcppError(
+            "No cluster token came on standard input; nothing was changed.",
+            hint="On a machine that has the token: linkcpp token --show | ssh OTHER linkcpp token "
+            f"set{' --replace' if replace else ''}",
+        )
     took_the_place = store_token(text, replace=replace)
     instead = ", in place of another one" if took_the_place else ""
     typer.echo(f"Stored the cluster token in {token_path()}{instead}.")

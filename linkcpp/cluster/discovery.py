@@ -44,12 +44,14 @@ OnChange = Callable[[tuple[DiscoveredNode, ...]], None]
 class Discovery(Record):
     """What a search found, and what went wrong with the search itself (``notes``).
 
-    ``nodes`` has the coordinator's own agent too, marked ``is_this_machine``.
+    ``nodes`` has the coordinator's own agent too, marked ``is_this_machine``. What hubs of
+    ``unanswered_hub_urls`` have is not among them.
     """
 
     coordinator: NodeRecord
     nodes: tuple[DiscoveredNode, ...]
     notes: tuple[str, ...]
+    unanswered_hub_urls: tuple[str, ...] = ()
 
     @property
     def cluster(self) -> Cluster:

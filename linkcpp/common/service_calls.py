@@ -79,15 +79,15 @@ class CalledService(Generic[_E]):
         """Read an answer.
 
         Raises:
-            ServiceError: ``unreachable_error``: it is of another version.
+            ServiceError: ``unreachable_error``: it is something else, or of another version.
         """
         try:
             return record.model_validate_json(content)
         except ValidationError as error:
             raise self.unreachable_error(
-                f"What answers at {self.url} is no linkcpp {self.kind} of a version that fits "
-                "this one.",
-                hint="Install the same version of linkcpp on both machines.",
+                f"What answers at {self.url} is no linkcpp {self.kind}, or one of another version.",
+                hint="Check the address and the port first: another service may listen there. If "
+                "they are right, install the same version of linkcpp on both machines.",
                 code=f"not_a_{self.kind}",
             ) from error
 

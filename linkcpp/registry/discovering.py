@@ -52,7 +52,7 @@ async def find_everywhere(
     """Find nodes around (``find_nodes``) and at hubs; ``urls`` may name nodes of hubs too.
 
     A machine that has only joined a hub needs no cluster token: then only the hubs are asked. A hub
-    that does not answer becomes a note.
+    that does not answer, or refuses, becomes a note and one of ``unanswered_hub_urls``.
 
     Raises:
         LinkcppError: as ``find_nodes`` where no hub is asked; this machine did not join a hub.
@@ -79,7 +79,12 @@ async def find_everywhere(
             try:
                 found = with_hub_nodes(found, await hub_nodes(client, found.coordinator))
             except HubError as error:
-                found = found.model_copy(update={"notes": (*found.notes, str(error))})
+                found = found.model_copy(
+                    update={
+                        "notes": (*found.notes, str(error)),
+                        "unanswered_hub_urls": (*found.unanswered_hub_urls, client.url),
+                    }
+                )
     return found
 
 

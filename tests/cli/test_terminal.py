@@ -21,7 +21,8 @@ from linkcpp.cli.verify_report import verification_view
 from linkcpp.cluster.token import create_token
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import state_folder
-from linkcpp.node.selfcheck import Verdict, examine
+from linkcpp.node.diagnosis import Verdict
+from linkcpp.node.selfcheck import examine
 from linkcpp.verify.records import PromptReport, TextAgreement, VerifyReport, WorkerReport
 from linkcpp.worker.agreement import Agreement
 from linkcpp.worker.agreement import Verdict as Agreed
@@ -147,7 +148,7 @@ def test_a_token_is_not_read_from_a_closed_input() -> None:
         check=False,
     )
     assert ended.returncode == 2
-    assert b"not a cluster token" in ended.stderr
+    assert b"No cluster token came on standard input" in ended.stderr
 
 
 def test_ctrl_c_at_a_prompt_ends_with_130() -> None:

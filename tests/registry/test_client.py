@@ -80,6 +80,14 @@ async def test_a_host_that_is_no_hub_is_told_in_words_and_in_time(serve: Serve) 
     assert told.value.hint
 
 
+async def test_where_another_service_answers_the_address_is_doubted_first() -> None:
+    answer = answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+    async with host(answer) as url, HubClient(url) as client:
+        with pytest.raises(HubUnreachableError) as told:
+            await client.health()
+    assert (told.value.hint or "").startswith("Check the address and the port first")
+
+
 async def test_a_refusal_is_told_in_the_hubs_words_without_control_characters() -> None:
     body = b'{"code": "revoked", "message": "This machine\\u001b[31m was revoked.", "hint": null}'
     answer = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)

@@ -132,6 +132,13 @@ def test_a_hub_that_is_away_is_the_reason_that_is_told() -> None:
     assert parts == ["The hub cannot be reached."]
 
 
+def test_a_stranger_of_ones_own_gets_this_machines_token_by_a_command() -> None:
+    (node,) = described(registered())
+    stranger = node.model_copy(update={"status": NodeStatus.WRONG_TOKEN})
+    found = Discovery(coordinator=COORDINATOR, nodes=(stranger,), notes=())
+    assert "token set --replace" in str(render(found)[-1])
+
+
 def test_an_empty_hub_says_how_machines_come_in() -> None:
     found = Discovery(coordinator=COORDINATOR, nodes=(), notes=())
     (told,) = (str(part) for part in render(found, where=Where.HUB))

@@ -103,12 +103,7 @@ class Catalogue:
             content = (self.folder(name) / ENTRY_NAME).read_bytes()
             return Entry.model_validate_json(content)
         except FileNotFoundError:
-            raise HubProblem(
-                404,
-                "unknown_model",
-                f"This hub has no model {name!r}.",
-                hint="GET /v1/models lists those that it has.",
-            ) from None
+            raise unknown_model(name) from None
         except (OSError, ValidationError) as error:
             raise HubProblem(
                 409,
@@ -237,3 +232,14 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def unknown_model(name: str) -> HubProblem:
+    """Return why a call for a model that is not there (any more) is refused."""
+    return HubProblem(
+        404,
+        "unknown_model",
+        f"This hub has no model {name!r}.",
+        hint="`linkcpp hub models list --hub URL` lists those that it has; plan again with one of "
+        "them.",
+    )

@@ -11,7 +11,14 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.hub.problems import HubProblem
-from linkcpp.hub.weights.catalogue import ENTRY_NAME, Catalogue, Entry, LocalFile, header_path
+from linkcpp.hub.weights.catalogue import (
+    ENTRY_NAME,
+    Catalogue,
+    Entry,
+    LocalFile,
+    header_path,
+    unknown_model,
+)
 from linkcpp.hub.weights.layout import Extent, Layout, backbone_layout, slice_layout
 from linkcpp.model.header import read_header
 from linkcpp.model.parts import ModelFiles
@@ -139,7 +146,7 @@ class Library:
             status = path.stat()
         except OSError:
             self.catalogue.entry(name)  # says that there is none
-            raise HubProblem(404, "unknown_model", f"This hub has no model {name!r}.") from None
+            raise unknown_model(name) from None
         # Removed and added again it is another file.
         return self._models.get((name, status.st_ino, status.st_mtime_ns), lambda: self._read(name))
 

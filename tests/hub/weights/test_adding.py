@@ -325,7 +325,7 @@ def test_the_verb_adds_lists_and_removes(web: Server, tmp_path: Path) -> None:
     unknown = refused_verb(tmp_path, "remove", "tinny")
     assert "This hub has no model 'tinny'" in unknown
     assert "Did you mean tiny? `linkcpp hub models list`" in unknown
-    hub_models(tmp_path, "remove", "tiny")
+    assert "cannot be launched any more" in hub_models(tmp_path, "remove", "tiny").stdout
     assert "tiny" not in hub_models(tmp_path, "list").stdout
     assert qwen3moe().exists()
 
