@@ -8,7 +8,8 @@ from rich.table import Table
 
 from linkcpp.cli.output import console, print_json, status_console
 from linkcpp.cli.verb import verb
-from linkcpp.node.selfcheck import Diagnosis, Verdict, examine
+from linkcpp.node.diagnosis import Diagnosis, Verdict
+from linkcpp.node.selfcheck import examine
 
 app = verb(help="Look at this machine: what is here, what is missing, what to do.")
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}

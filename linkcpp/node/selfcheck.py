@@ -5,57 +5,25 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from enum import StrEnum
 from pathlib import Path
 
 from linkcpp import __version__
-from linkcpp.cluster.addresses import interface_addresses
-from linkcpp.cluster.candidates import Candidate, Finding
-from linkcpp.cluster.config import DEFAULT_AGENT_PORT, Config, load_config, node_url
-from linkcpp.cluster.mdns import open_zeroconf
+from linkcpp.cluster.config import Config, load_config
 from linkcpp.cluster.measure import this_machine
-from linkcpp.cluster.probe import probe_node
-from linkcpp.cluster.token import load_token, make_challenge, token_path
+from linkcpp.cluster.token import make_challenge
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import cache_folder, config_folder, data_folder, state_folder
-from linkcpp.common.records import Record
 from linkcpp.common.settings import config_path
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.binaries import find_engines, find_explicit_engine
 from linkcpp.engine.check import check_engine, describe
 from linkcpp.engine.records import Engine
+from linkcpp.node.diagnosis import Diagnosis, Observation, Verdict, from_error
+from linkcpp.node.selfcheck_network import look_at_network
 
 _LITTLE_DISK_BYTES = 2 * 10**9
 _NO_DISK_BYTES = 50 * 10**6
 _LITTLE_MEMORY_BYTES = 10**9
-
-
-class Verdict(StrEnum):
-    """Whether something is as it should be: ``warn`` may be meant so, ``fail`` cannot work."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-class Observation(Record):
-    """One thing that was looked at; ``hint`` is the way out where it is not ``ok``."""
-
-    subject: str
-    verdict: Verdict
-    detail: str
-    hint: str | None = None
-
-
-class Diagnosis(Record):
-    """All that was looked at."""
-
-    observations: tuple[Observation, ...]
-
-    @property
-    def has_failure(self) -> bool:
-        """Whether anything cannot work as it is."""
-        return any(item.verdict is Verdict.FAIL for item in self.observations)
 
 
 def examine(*, on_step: Callable[[str], None] = lambda _: None) -> Diagnosis:
@@ -73,9 +41,7 @@ def examine(*, on_step: Callable[[str], None] = lambda _: None) -> Diagnosis:
     chosen = next((engine for engine in engines if engine.problem is None), None)
     found += _look_at_memory(chosen, config)
     on_step("network")
-    found.append(_look_at_token())
-    found.append(asyncio.run(_look_at_mdns(is_wanted=config.mdns)))
-    found.append(asyncio.run(look_at_agent()))
+    found += asyncio.run(look_at_network(uses_mdns=config.mdns))
     return Diagnosis(observations=tuple(found))
 
 
@@ -97,7 +63,7 @@ def _look_at_settings() -> tuple[Config, Observation]:
     try:
         config = load_config()
     except LinkcppError as error:
-        return Config(), _from_error("settings", Verdict.FAIL, error)
+        return Config(), from_error("settings", Verdict.FAIL, error)
     detail = str(path) if path.exists() else f"the defaults ({path} would change them)"
     return config, Observation(subject="settings", verdict=Verdict.OK, detail=detail)
 
@@ -157,7 +123,7 @@ def _look_at_engines(
             on_step(f"engine {describe(location)}")
             engines.append(check_engine(location))
     except LinkcppError as error:
-        return [_from_error("engine", Verdict.FAIL, error)]
+        return [from_error("engine", Verdict.FAIL, error)]
     if not engines:
         return [
             Observation(
@@ -197,7 +163,7 @@ def _look_at_memory(engine: Engine | None, config: Config) -> Iterable[Observati
     try:
         record = this_machine(engine, memory_limit_bytes=config.memory_limit_bytes)
     except LinkcppError as error:
-        return [_from_error("memory", Verdict.FAIL, error)]
+        return [from_error("memory", Verdict.FAIL, error)]
     observations = []
     for device in record.devices:
         is_little = device.offered_bytes < _LITTLE_MEMORY_BYTES
@@ -211,88 +177,3 @@ def _look_at_memory(engine: Engine | None, config: Config) -> Iterable[Observati
             )
         )
     return observations
-
-
-def _look_at_token() -> Observation:
-    try:
-        load_token()
-    except LinkcppError as error:
-        # Without a token this machine still serves itself; a token that others read is a hole.
-        verdict = Verdict.FAIL if _is_there(token_path()) else Verdict.WARN
-        return _from_error("cluster token", verdict, error)
-    detail = f"{token_path()}, for this user only"
-    return Observation(subject="cluster token", verdict=Verdict.OK, detail=detail)
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        # Behind a folder that this user may not enter, for instance.
-        return True
-
-
-async def _look_at_mdns(*, is_wanted: bool) -> Observation:
-    subject = "local network"
-    addresses = [address for address in interface_addresses() if not address.is_loopback]
-    if not addresses:
-        return Observation(
-            subject=subject,
-            verdict=Verdict.WARN,
-            detail="no interface but loopback is up",
-            hint="Connect this machine to the network that the other machines are on.",
-        )
-    listed = ", ".join(str(address) for address in addresses[:4])
-    if not is_wanted:
-        detail = f"{listed}; mDNS is switched off in the settings"
-        return Observation(subject=subject, verdict=Verdict.OK, detail=detail)
-    try:
-        await open_zeroconf(()).async_close()
-    except LinkcppError as error:
-        return _from_error(subject, Verdict.WARN, error)
-    return Observation(subject=subject, verdict=Verdict.OK, detail=f"{listed}; mDNS can be used")
-
-
-async def look_at_agent(port: int = DEFAULT_AGENT_PORT) -> Observation:
-    """See whether this machine's node agent answers, and as what."""
-    subject = f"node agent (port {port})"
-    try:
-        token = load_token()
-    except LinkcppError:
-        # Any token does to find out who answers, as only a proof is asked for.
-        token = make_challenge()
-    probe = await probe_node(Candidate(url=node_url("127.0.0.1", port), found_by="doctor"), token)
-    if probe.finding is Finding.NO_ANSWER:
-        return Observation(
-            subject=subject,
-            verdict=Verdict.OK,
-            detail="does not run here",
-            hint="Start `linkcpp node` if this machine is to give its memory to the cluster.",
-        )
-    if probe.health is None or probe.finding is Finding.NOT_A_NODE:
-        return Observation(
-            subject=subject,
-            verdict=Verdict.WARN,
-            detail="another program has the port",
-            hint="Start `linkcpp node --port N` with a free port, or end the other program.",
-        )
-    detail = f"runs as {probe.health.name}, linkcpp {probe.health.agent_version}"
-    if probe.finding is not Finding.NODE:
-        return Observation(
-            subject=subject,
-            verdict=Verdict.FAIL,
-            detail=f"{detail}, but {probe.detail}",
-            hint="Restart `linkcpp node`: it keeps the token that it was started with.",
-        )
-    if probe.health.agent_version != __version__:
-        return Observation(
-            subject=subject,
-            verdict=Verdict.WARN,
-            detail=f"{detail}; this is linkcpp {__version__}",
-            hint="Restart `linkcpp node`.",
-        )
-    return Observation(subject=subject, verdict=Verdict.OK, detail=detail)
-
-
-def _from_error(subject: str, verdict: Verdict, error: LinkcppError) -> Observation:
-    return Observation(subject=subject, verdict=verdict, detail=error.message, hint=error.hint)

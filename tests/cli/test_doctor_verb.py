@@ -17,7 +17,11 @@ from linkcpp.cluster.token import create_token, token_path
 from linkcpp.common.paths import config_folder
 from linkcpp.engine import binaries
 from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
-from linkcpp.node.selfcheck import Verdict, judge_engines, look_at_agent, look_at_folders
+from linkcpp.node.diagnosis import Verdict
+from linkcpp.node.selfcheck import judge_engines, look_at_folders
+from linkcpp.node.selfcheck_network import look_at_agent
+from linkcpp.registry.credentials import save_credentials
+from tests.registry.test_credentials import credentials
 
 _LOCATION = EngineLocation(llama_server=Path("/e/llama-server"), rpc_server=None, found_by="test")
 _BROKEN = Engine(
@@ -61,6 +65,15 @@ def test_people_get_a_table_with_the_way_out() -> None:
     assert result.exit_code == 0
     assert "This machine has no cluster token." in result.stdout
     assert "-> `linkcpp token create`" in result.stdout
+
+
+def test_a_joined_hub_is_named_and_makes_up_for_a_missing_token() -> None:
+    save_credentials(credentials("http://127.0.0.1:9"))
+    code, told = _examine()
+    assert code == 0
+    assert told["cluster token"]["verdict"] == "ok"
+    assert told["hub"]["verdict"] == "warn"
+    assert told["hub"]["detail"] == "http://127.0.0.1:9, joined as node: does not answer"
 
 
 def test_no_engine_is_a_failure_with_exit_code_2(
@@ -145,6 +158,8 @@ async def test_a_running_agent_is_found_and_one_with_an_old_token_is_a_failure()
         told = await look_at_agent(port)
         create_token(replace=True)
         told_after_new_token = await look_at_agent(port)
+        token_path().unlink()
+        told_without_token = await look_at_agent(port, has_hub=True)
     finally:
         agent.terminate()
         agent.communicate()
@@ -153,6 +168,8 @@ async def test_a_running_agent_is_found_and_one_with_an_old_token_is_a_failure()
     assert told_after_new_token.verdict is Verdict.FAIL
     assert told_after_new_token.hint is not None
     assert "Restart `linkcpp node`" in told_after_new_token.hint
+    assert told_without_token.verdict is Verdict.OK
+    assert "no cluster token here" in told_without_token.detail
     told_after_its_end = await look_at_agent(port)
     assert told_after_its_end.verdict is Verdict.OK
     assert told_after_its_end.detail == "does not run here"
