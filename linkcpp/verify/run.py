@@ -1,6 +1,7 @@
 """One verification: the text against the whole model, then every worker's rows."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from linkcpp.verify.silence import SilentError
 from linkcpp.verify.statistics import Comparison, summarize, summary_of, verdict_of
 
 _BEGINNING_CHARACTERS = 40
+_NOTICED_SECONDS = 3.0
+_POLL_SECONDS = 0.1
 
 OnProgress = Callable[[str, int, int], None]
 """Told what is being done, and how many of how many of it are done."""
@@ -71,7 +74,7 @@ async def verify(
     try:
         return await verification.run()
     except SilentError as error:
-        raise _stopped_answering(folder, error) from error
+        raise await _stopped_answering(folder, error) from error
 
 
 class _Verification:
@@ -208,12 +211,17 @@ def whole_model(location: str, plan: Plan) -> str | None:
     return inventory.source
 
 
-def _stopped_answering(folder: DeploymentFolder, error: SilentError) -> LinkcppError:
+async def _stopped_answering(folder: DeploymentFolder, error: SilentError) -> LinkcppError:
     """Say what is known of a deployment that fell silent; of anything else, what was said."""
     if error.hint is not None:
         return error
     way_out = f"See how it is with `linkcpp status {folder.name}`; verify again once it runs."
     report = report_on(folder)
+    # Its supervisor notices a moment after those who asked it.
+    until = time.monotonic() + _NOTICED_SECONDS
+    while report.condition is Condition.RUNNING and time.monotonic() < until:
+        await asyncio.sleep(_POLL_SECONDS)
+        report = report_on(folder)
     if report.state is not None and report.state.phase is Phase.RECOVERING:
         return LinkcppError(f"{error.message} It is recovering.", hint=way_out)
     if report.condition is not Condition.RUNNING and report.explanation:
