@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from io import StringIO
@@ -361,3 +362,46 @@ def test_a_log_file_gets_a_line_of_progress_every_ten_seconds_at_most() -> None:
     lines.tell("loading", 1, 1)
     counts = [f"comparing [1] prompts: {done} of 7" for done in (0, 3, 6, 7)]
     assert written.getvalue().splitlines() == [*counts, "loading", "loading: done"]
+
+
+def test_the_set_up_tells_its_usage_and_refuses_other_words_before_it_does_anything(
+    tmp_path: Path,
+) -> None:
+    program = _copied_setup(tmp_path)
+    usage = subprocess.run([program, "--help"], capture_output=True, text=True, check=True)
+    assert usage.stdout.startswith("Usage: bin/setup [demo|test|source-engine]")
+    wrong = subprocess.run([program, "tets"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "does not know 'tets'" in wrong.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"bin"}
+
+
+def test_two_set_ups_in_one_checkout_wait_for_each_other(tmp_path: Path) -> None:
+    lock = tmp_path / ".venv.lock"
+    lock.symlink_to(f"process-{os.getpid()}")
+    # A Python that only fails: how the set-up ends shows that its turn has come.
+    environment = {**os.environ, "PATH": "/usr/bin:/bin"}
+    (tmp_path / "python").write_text(
+        "#!/bin/sh\ncase $1 in -c | --version) exit 0 ;; esac; exit 1\n"
+    )
+    (tmp_path / "python").chmod(0o755)
+    process = subprocess.Popen(
+        [_copied_setup(tmp_path)],
+        env={**environment, "PYTHON": str(tmp_path / "python")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert "waiting for it" in process.stderr.readline()
+    lock.unlink()
+    lock.symlink_to("process-999999999")  # left by one that was killed
+    _, told = process.communicate(timeout=30)
+    assert "could not make a virtual environment" in told
+    assert not lock.is_symlink()
+
+
+def _copied_setup(folder: Path) -> Path:
+    program = folder / "bin" / "setup"
+    program.parent.mkdir()
+    shutil.copy(Path(__file__).parents[2] / "bin" / "setup", program)
+    return program
