@@ -25,6 +25,7 @@ from demo_parts import (
     megabytes,
     one_process,
     packaged_model,
+    say_goodbye,
     screen,
     start_node,
     stream,
@@ -68,12 +69,22 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--experts", action="store_true", help="split single experts, and kill a node meanwhile"
     )
-    return parser.parse_args()
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="with --experts: keep the model made for it here",
+    )
+    arguments = parser.parse_args()
+    if arguments.keep is not None and not arguments.experts:
+        parser.error("--keep keeps the model that --experts makes: give both")
+    return arguments
 
 
 def _demo_experts(arguments: argparse.Namespace, stack: ExitStack) -> int:
     model = (arguments.model or packaged_model()).resolve()
-    return demo_experts(model, arguments.prompt, arguments.tokens, stack)
+    keep = arguments.keep.resolve() if arguments.keep else None
+    return demo_experts(model, arguments.prompt, arguments.tokens, stack, keep=keep)
 
 
 def _demo(arguments: argparse.Namespace, stack: ExitStack) -> int:
@@ -122,7 +133,7 @@ def _demo(arguments: argparse.Namespace, stack: ExitStack) -> int:
     title("7. What ran where")
     _where(json.loads(user.capture("status", "demo", "--json")))
     user.run("stop", "demo")
-    screen.print(f"\nall done in {time.monotonic() - started:.0f} s; nothing is left running")
+    say_goodbye(started)
     return 0 if same else 1
 
 

@@ -26,6 +26,7 @@ from demo_parts import (
     label,
     megabytes,
     one_process,
+    say_goodbye,
     screen,
     start_node,
     title,
@@ -43,8 +44,13 @@ EXPERT_COUNT = 8
 VICTIM = 1
 
 
-def demo_experts(dense: Path, prompt: str, count: int, stack: ExitStack) -> int:
-    """Run the demo; 0 when the split run equals the one-process run."""
+def demo_experts(
+    dense: Path, prompt: str, count: int, stack: ExitStack, *, keep: Path | None = None
+) -> int:
+    """Run the demo; 0 when the split run equals the one-process run.
+
+    ``keep`` is a folder for the model of experts, which is deleted in the end without one.
+    """
     started = time.monotonic()
     engine = choose_engine()
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="linkcpp-demo-")))
@@ -52,7 +58,8 @@ def demo_experts(dense: Path, prompt: str, count: int, stack: ExitStack) -> int:
     url = f"http://127.0.0.1:{free_port()}"
 
     title(f"1. {dense.name} as a mixture of {EXPERT_COUNT} experts (engine: {label(engine)})")
-    model = folder / "mixture.gguf"
+    model = (keep or folder) / f"{dense.stem}-{EXPERT_COUNT}-experts.gguf"
+    model.parent.mkdir(parents=True, exist_ok=True)
     moeify(dense, model, EXPERT_COUNT)
     screen.print(f"{format_bytes(model.stat().st_size)}, the same function, by moving bytes")
 
@@ -98,7 +105,7 @@ def demo_experts(dense: Path, prompt: str, count: int, stack: ExitStack) -> int:
     _start(nodes[VICTIM].name, folder, model, stack, port=int(nodes[VICTIM].url.rpartition(":")[2]))
     _wait_for_return(user, nodes[VICTIM].name)
     user.run("stop", "demo")
-    screen.print(f"\nall done in {time.monotonic() - started:.0f} s; nothing is left running")
+    say_goodbye(started, kept=model if keep else None)
     return 0 if same and not failed else 1
 
 

@@ -44,6 +44,20 @@ def title(text: str) -> None:
     screen.print(f"\n[bold cyan]{text}[/]")
 
 
+def say_goodbye(started: float, *, kept: Path | None = None) -> None:
+    """Tell that all is over, and how to go on; ``started`` is of the monotonic clock."""
+    screen.print(f"\nall done in {time.monotonic() - started:.0f} s; nothing is left running")
+    if kept is not None:
+        screen.print(f"the model of experts is {kept}", markup=False, soft_wrap=True)
+    program = shlex.quote(str(Path(sys.prefix) / "bin" / "linkcpp"))
+    activate = shlex.quote(str(Path(sys.prefix) / "bin" / "activate"))
+    screen.print(
+        f"to go on: {program} doctor (after `. {activate}` it is just `linkcpp`)",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
 class Person:
     """Somebody with linkcpp folders of their own, who types commands."""
 
