@@ -85,4 +85,7 @@ def next_step(plan: Plan, cluster: Cluster, output: Path) -> str:
     has_file = plan.model.digest is not None and Path(plan.model.source).is_file()
     if has_file or (plan.model.digest is not None and plan.mode is PlanMode.EXPERTS):
         return f"{written} Start it: linkcpp launch {output}"
-    return f"{written} Start it with the model's file: linkcpp launch {output} --model FILE.gguf"
+    return (
+        f"{written} It is for {plan.model.source}, which is no file here: launch it with the "
+        f"model's file: linkcpp launch {output} --model FILE.gguf"
+    )

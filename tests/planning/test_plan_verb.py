@@ -65,6 +65,7 @@ def test_a_plan_of_a_preset_is_not_started_without_a_file(
 ) -> None:
     output = tmp_path / "p.json"
     text = run("--model", "122B", "--nodes", str(saved_nodes), "-o", str(output)).stdout
+    assert "which is no file here: launch it" in text
     assert text.endswith(f"with the model's file: linkcpp launch {output} --model FILE.gguf\n")
 
 
