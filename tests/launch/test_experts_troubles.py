@@ -66,6 +66,7 @@ def test_without_holder_and_fallback_requests_fail_and_afterwards_every_bit_is_r
         assert all(8 <= expert <= 15 for entry in missing for expert in entry["experts"])
         assert "attic" not in refused.json()["error"]["message"]
         assert httpx.get(f"{url}/health", timeout=20).status_code == httpx.codes.OK
+        wait_until(lambda: "its node left at" in (experts.worker("cellar")["detail"] or ""))
         experts.revive("cellar")
         wait_until(lambda: experts.worker("cellar")["phase"] == "up")
         wait_until(lambda: experts.worker("cellar")["link"] == "up")
