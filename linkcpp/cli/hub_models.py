@@ -1,6 +1,5 @@
 """``linkcpp hub models``: the models whose weights a hub gives to its machines."""
 
-import difflib
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from linkcpp.cli.output import byte_bar, console, print_json, status_console
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import expand_home
-from linkcpp.common.text import printable
+from linkcpp.common.text import did_you_mean, printable
 from linkcpp.common.units import format_bytes
 from linkcpp.hub.identity import is_hub_folder
 from linkcpp.hub.problems import HubProblem
@@ -154,11 +153,9 @@ def _catalogue(data: Path | None, hub_url: str | None, *, may_be_new: bool = Fal
 
 
 def _unknown(name: str, names: list[str]) -> LinkcppError:
-    near = difflib.get_close_matches(name, names, n=1)
     return LinkcppError(
         f"This hub has no model {printable(name)!r}.",
-        hint=(f"Did you mean {near[0]}? " if near else "")
-        + "`linkcpp hub models list` lists those that it has.",
+        hint=f"{did_you_mean(name, names)}`linkcpp hub models list` lists those that it has.",
     )
 
 

@@ -1,6 +1,5 @@
 """``linkcpp hub token``: join tokens."""
 
-import difflib
 import re
 from collections.abc import Sequence
 from typing import Annotated
@@ -12,7 +11,7 @@ from linkcpp.cli.hub_access import DATA_OPTION, HUB_OPTION, JSON_OPTION, ask, is
 from linkcpp.cli.output import console, print_json
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.text import printable
+from linkcpp.common.text import did_you_mean, printable
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.records import (
     JoinTokenList,
@@ -122,11 +121,10 @@ def meant_token(word: str, tokens: Sequence[JoinTokenRecord]) -> JoinTokenRecord
     # Whoever pasted the secret itself need not find it on the screen once more.
     shown = "that id" if word.startswith("lcj_") else f"the id or label {word!r}"
     labels = {one.label for one in valid if one.label}
-    near = [] if found else difflib.get_close_matches(word, labels, n=1)
+    meant = "" if found else did_you_mean(word, labels)
     raise LinkcppError(
         f"{many} {shown}.",
-        hint=(f"Did you mean {near[0]}? " if near else "")
-        + "`linkcpp hub token list` lists them with their ids.",
+        hint=f"{meant}`linkcpp hub token list` lists them with their ids.",
     )
 
 
