@@ -21,6 +21,23 @@ _CLIENT_GONE: Final = 499
 _log = logging.getLogger(REQUEST_LOGGER)
 
 
+class NotedAnswer:
+    """Sends an answer with the request's id, and keeps its ``status`` (0: none yet)."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._own_header = (_RAW_HEADER, request_id.encode())
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        """Send one message."""
+        if message["type"] in _ANSWERS:
+            self.status = message.get("status", _SWITCHED)
+            others = [item for item in message.get("headers", ()) if item[0] != _RAW_HEADER]
+            message = {**message, "headers": [*others, self._own_header]}
+        await self._send(message)
+
+
 class RequestLog:
     """Serves an application; each answer has the request's id, and each request a line.
 
@@ -40,23 +57,13 @@ class RequestLog:
         started = perf_counter()
         request_id = begin_request(scope["headers"])
         scope.setdefault("state", {})
-        own_header = (_RAW_HEADER, request_id.encode())
-        status = 0
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            if message["type"] in _ANSWERS:
-                status = message.get("status", _SWITCHED)
-                others = [item for item in message.get("headers", ()) if item[0] != _RAW_HEADER]
-                message = {**message, "headers": [*others, own_header]}
-            await send(message)
-
+        answer = NotedAnswer(send, request_id)
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, answer)
         except BaseException:
-            self._note(scope, request_id, status or 500, perf_counter() - started)
+            self._note(scope, request_id, answer.status or 500, perf_counter() - started)
             raise
-        self._note(scope, request_id, status or _CLIENT_GONE, perf_counter() - started)
+        self._note(scope, request_id, answer.status or _CLIENT_GONE, perf_counter() - started)
 
     def _note(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         problem = scope["state"].get("problem")

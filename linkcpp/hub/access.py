@@ -12,13 +12,14 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Final
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from linkcpp.cluster.token import tokens_equal
 from linkcpp.common.access import RateLimit, read_body, refuse, replay
 from linkcpp.common.callers import caller as caller_address
 from linkcpp.common.metrics import METRICS_PATH
 from linkcpp.common.request_ids import begin_request
+from linkcpp.common.request_log import NotedAnswer
 from linkcpp.common.serving import MAX_HEAD_BYTES
 from linkcpp.common.text import printable
 from linkcpp.hub.directory import Directory
@@ -131,22 +132,11 @@ class Access:
         started = perf_counter()
         request_id = begin_request(scope["headers"])
         scope.setdefault("state", {})["request_id"] = request_id
-        status = 0
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            if message["type"] in ("http.response.start", "websocket.http.response.start"):
-                status = message["status"]
-                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-                message = {**message, "headers": headers}
-            elif message["type"] == "websocket.accept":
-                status = 101
-            await send(message)
-
+        answer = NotedAnswer(send, request_id)
         try:
-            await self._serve(scope, receive, send_and_note)
+            await self._serve(scope, receive, answer)
         finally:
-            self._note(scope, status or 500, perf_counter() - started)
+            self._note(scope, answer.status or 500, perf_counter() - started)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
