@@ -13,7 +13,7 @@ from sqlalchemy import Engine, event, insert, select, text
 from linkcpp.common.errors import LinkcppError
 from linkcpp.hub.database import open_database
 from linkcpp.hub.problems import HubProblem
-from linkcpp.hub.schema import GATEWAYS, METADATA
+from linkcpp.hub.schema import GATEWAYS, MACHINES, METADATA
 from linkcpp.hub.writer import BatchReport, Writer
 
 
@@ -45,6 +45,28 @@ def test_a_database_of_a_newer_version_is_refused_and_left_as_it_is(
     engine.dispose()
     with pytest.raises(LinkcppError, match="another version of linkcpp"):
         open_database(database_url, tmp_path)
+
+
+def test_a_database_of_the_first_version_is_brought_up_and_keeps_its_machines(
+    tmp_path: Path, database_url: str | None
+) -> None:
+    machine: dict[str, object] = {
+        "node_id": "n", "name": "attic", "role": "node", "signing_key": "", "edge_key": "",
+        "token_id": "t", "joined_at": 1.0,
+    }  # fmt: skip
+    engine = open_database(database_url, tmp_path)
+    with engine.begin() as connection:
+        connection.execute(insert(MACHINES).values(machine))
+        connection.execute(text("ALTER TABLE machines DROP COLUMN left_at"))
+        connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+    engine.dispose()
+    engine = open_database(database_url, tmp_path)
+    with engine.connect() as connection:
+        (found,) = connection.execute(select(MACHINES)).mappings().all()
+        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+    engine.dispose()
+    assert {key: found[key] for key in machine} == machine
+    assert found["left_at"] is None
 
 
 @pytest.mark.parametrize(
