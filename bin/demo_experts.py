@@ -22,7 +22,6 @@ from demo_parts import (
     Node,
     Person,
     compare,
-    free_port,
     label,
     megabytes,
     one_process,
@@ -35,6 +34,7 @@ from demo_parts import (
 from rich.table import Table
 
 from linkcpp.common.resources import resource_folder
+from linkcpp.common.sockets import free_port
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.model.inventory import read_inventory

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import httpx
 from rich.console import Console
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.sockets import free_port
 from linkcpp.engine.records import Engine
 
 NODES = ("gaming-pc", "mac", "old-server")
@@ -149,13 +149,6 @@ def wait(url: str, process: subprocess.Popen[bytes], log: Path, what: str) -> No
             time.sleep(0.1)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
     raise LinkcppError(f"{what} did not come up.", hint=f"The end of its output:\n{tail}")
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def stream(url: str, request: dict[str, Any]) -> None:

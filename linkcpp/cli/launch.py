@@ -136,8 +136,8 @@ def launch(
 
 
 def _run_detached(request: LaunchRequest, *, as_json: bool) -> None:
-    with prepared(request) as (folder, _, lock):
-        supervisor = start_detached(folder, lock)
+    with prepared(request) as (folder, inherited):
+        supervisor = start_detached(folder, inherited)
     try:
         state = _show_progress(folder, supervisor)
     except BaseException:
@@ -251,7 +251,7 @@ def _addresses_for_others(host: str) -> tuple[str, ...]:
 
 
 def _run_in_foreground(request: LaunchRequest) -> None:
-    with prepared(request) as (folder, _, _):
+    with prepared(request) as (folder, _):
         log_to(folder, attached=True)
         state = run_until_stopped(folder)
         _forget_if_nothing_ran(folder)

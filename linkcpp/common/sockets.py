@@ -5,12 +5,17 @@ import contextlib
 import errno
 import secrets
 import socket
+import sys
+from typing import Any
 
+from linkcpp.common.closing import Closing
 from linkcpp.common.errors import LinkcppError
 
 _UNSENT_BYTES = 128 * 1024
 _PORTS = range(20_000, 32_000)
 _PORT_TRIES = 100
+
+_Found = tuple[int, int, int, str, tuple[Any, ...]]
 
 
 def tune_transport(transport: asyncio.BaseTransport) -> None:
@@ -51,30 +56,82 @@ def listen(host: str | None, port: int) -> list[socket.socket]:
         raise
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that nobody listens on now; it may be taken a moment later.
+class HeldPort(Closing):
+    """A TCP port that is kept for a server which is started later, and may be started again.
 
-    That is made unlikely: it is a random one below those that systems give to connections and to
-    whoever asks for any port (32768 and up on Linux, 49152 and up elsewhere).
+    On Linux a bound socket that does not listen keeps it: a server that sets ``SO_REUSEADDR``, as
+    all do that linkcpp starts, can listen on it nevertheless, and nobody who asks for any port gets
+    it. Elsewhere the server could not listen then, and the port is only likely to stay free.
+    """
+
+    def __init__(self, number: int, holder: socket.socket | None) -> None:
+        self.number = number
+        self._holder = holder
+
+    def descriptors(self) -> tuple[int, ...]:
+        """Return what a process has to inherit so that it keeps the port as well."""
+        return () if self._holder is None else (self._holder.fileno(),)
+
+    def close(self) -> None:
+        """Keep it no longer; a server that listens on it goes on."""
+        if self._holder is not None:
+            self._holder.close()
+            self._holder = None
+
+
+def hold_port(host: str = "127.0.0.1", port: int = 0) -> HeldPort:
+    """Keep a port for a server to come; 0 takes one that nobody listens on or keeps.
+
+    That is a random one below those that systems give to connections and to whoever asks for any
+    port (32768 and up on Linux, 49152 and up elsewhere).
+
+    Raises:
+        OSError: the port is taken or may not be used, or the address is not this machine's.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    if port:
+        return _hold(found, port)
+    for _ in range(_PORT_TRIES):
+        try:
+            return _hold(found, secrets.choice(_PORTS), is_any=True)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise
+    raise OSError(errno.EADDRINUSE, "no port was found that is free")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port that nobody listens on or keeps now; it may be taken a moment later.
 
     Raises:
         OSError: the address is not this machine's.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    for _ in range(_PORT_TRIES):
-        port = secrets.choice(_PORTS)
-        with socket.socket(family, kind, protocol) as probe:
-            # As llama-server does: the remains of closed connections do not count as taken.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address[0], port, *address[2:]))
-                probe.listen(1)
-            except OSError as error:
-                if error.errno == errno.EADDRNOTAVAIL:
-                    raise
-                continue
-            return port
-    raise OSError(errno.EADDRINUSE, "no port was found that is free")
+    with hold_port(host) as held:
+        return held.number
+
+
+def _hold(found: _Found, port: int, *, is_any: bool = False) -> HeldPort:
+    family, kind, protocol, _, address = found
+    holder = socket.socket(family, kind, protocol)
+    try:
+        if not is_any:
+            # As servers do: the remains of closed connections do not count as taken.
+            _share(holder)
+        holder.bind((address[0], port, *address[2:]))
+        if is_any:
+            # Only now: before, it would have been given one that somebody else keeps.
+            _share(holder)
+    except BaseException:
+        holder.close()
+        raise
+    if sys.platform == "linux":
+        return HeldPort(port, holder)
+    holder.close()
+    return HeldPort(port, None)
+
+
+def _share(holder: socket.socket) -> None:
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -9,7 +9,7 @@ import httpx
 
 from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.sockets import free_port
+from linkcpp.common.sockets import HeldPort, hold_port
 
 SMOKE_TOKENS = 4
 SMOKE_TIMEOUT_SECONDS = 600.0
@@ -105,22 +105,14 @@ def read_api_key(path: Path) -> str:
     raise LinkcppError(f"The API key file {path} holds no key.", hint=hint)
 
 
-def check_port(host: str, port: int) -> int:
-    """See that llama-server will be able to listen; returns the port, a free one for 0.
+def hold_api_port(host: str, port: int) -> HeldPort:
+    """Keep a port on which an API will listen; 0 takes one that is free.
 
     Raises:
         LinkcppError: the port is taken or may not be used, or the address is not this machine's.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # As llama-server does: the remains of closed connections do not count as taken.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-            return int(probe.getsockname()[1])
+        return hold_port(host, port)
     except (socket.gaierror, UnicodeError) as error:
         raise LinkcppError(
             f"The API cannot listen on {host!r}, which is no address or name that is known here.",
@@ -134,11 +126,10 @@ def check_port(host: str, port: int) -> int:
         ) from error
 
 
-def choose_port(host: str) -> int:
-    """Return a port that llama-server will be able to listen on.
+def check_port(host: str, port: int) -> None:
+    """See that an API will be able to listen on a port.
 
     Raises:
-        LinkcppError: the address is not this machine's.
+        LinkcppError: as ``hold_api_port``.
     """
-    check_port(host, 0)
-    return free_port(host)
+    hold_api_port(host, port).close()

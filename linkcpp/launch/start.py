@@ -12,7 +12,7 @@ from pathlib import Path
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import expand_home
-from linkcpp.launch.api import check_port, choose_port, read_api_key
+from linkcpp.launch.api import hold_api_port, read_api_key
 from linkcpp.launch.events import first_state
 from linkcpp.launch.folder import DeploymentFolder, deployment_folder, name_from_model
 from linkcpp.launch.records import (
@@ -103,29 +103,33 @@ def is_loopback(host: str) -> bool:
 
 
 @contextlib.contextmanager
-def prepared(request: LaunchRequest) -> Iterator[tuple[DeploymentFolder, LaunchRequest, int]]:
-    """Take a deployment's folder and lock, and write the request; yields the lock's descriptor.
+def prepared(request: LaunchRequest) -> Iterator[tuple[DeploymentFolder, tuple[int, ...]]]:
+    """Take a deployment's folder, lock and port, and write the request.
 
-    A port of 0 becomes a free one here, so that it stays the same over restarts.
+    A port of 0 becomes a free one here, so that it stays the same over restarts. Yields the folder
+    and the descriptors that a supervisor in another process has to inherit: the lock's first, then
+    those that keep the port.
 
     Raises:
         LinkcppError: the deployment already runs, the port is taken, or the folder is not writable.
     """
     folder = deployment_folder(request.name)
-    with folder.lock() as lock:
-        if request.port == 0:
-            request = request.model_copy(update={"port": choose_port(request.host)})
-        check_port(request.host, request.port)
+    with folder.lock() as lock, hold_api_port(request.host, request.port) as held:
+        request = request.model_copy(update={"port": held.number})
         if request.api_key_file == str(folder.api_key_file):
             write_atomically(folder.api_key_file, f"{secrets.token_urlsafe(32)}\n", mode=0o600)
         folder.write_request(request)
         folder.write_plan(request.plan)
         folder.write_state(first_state(request, now=time.time()))
-        yield folder, request, lock
+        yield folder, (lock, *held.descriptors())
 
 
-def start_detached(folder: DeploymentFolder, lock: int) -> "subprocess.Popen[bytes]":
-    """Start the supervisor in a session of its own; it takes over the lock.
+def start_detached(
+    folder: DeploymentFolder, inherited: tuple[int, ...]
+) -> "subprocess.Popen[bytes]":
+    """Start the supervisor in a session of its own; it takes over the lock and the port.
+
+    ``inherited`` are the descriptors that ``prepared`` gave.
 
     Raises:
         LinkcppError: its log cannot be written.
@@ -133,12 +137,18 @@ def start_detached(folder: DeploymentFolder, lock: int) -> "subprocess.Popen[byt
     try:
         with folder.supervisor_log.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "linkcpp.launch.supervisor", str(folder.path), str(lock)],
+                [
+                    sys.executable,
+                    "-m",
+                    "linkcpp.launch.supervisor",
+                    str(folder.path),
+                    str(inherited[0]),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                pass_fds=(lock,),
+                pass_fds=inherited,
             )
     except OSError as error:
         raise LinkcppError(

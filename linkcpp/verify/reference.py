@@ -10,7 +10,7 @@ from linkcpp.cluster.findings import compare_engines
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
-from linkcpp.launch.api import ApiClient, choose_port
+from linkcpp.launch.api import ApiClient, hold_api_port
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.llamaserver import LlamaServer, drop_overrides_from_environment
 from linkcpp.launch.records import LaunchRequest
@@ -80,9 +80,17 @@ async def running_reference(
     Raises:
         LinkcppError: it cannot be loaded; says why.
     """
+    with hold_api_port(LOOPBACK, 0) as held:
+        async with _running_on(held.number, folder, request, plan, model_path) as url:
+            yield url
+
+
+@contextlib.asynccontextmanager
+async def _running_on(
+    port: int, folder: DeploymentFolder, request: LaunchRequest, plan: Plan, model_path: str
+) -> AsyncIterator[str]:
     engine = await asyncio.to_thread(same_engine, plan)
     drop_overrides_from_environment()
-    port = choose_port(LOOPBACK)
     command = llama_server_command(
         program=str(engine.location.llama_server),
         model_path=model_path,

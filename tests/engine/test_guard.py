@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.sockets import free_port
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.guard import GuardError, LinkGuard, MemoryAccount
 from linkcpp.engine.process import SupervisedProcess
@@ -31,6 +30,7 @@ from linkcpp.engine.wire import (
 )
 from linkcpp.engine.wire_tensor import Graph, build_graph, empty_tensors
 from tests.support.guarded_relay import guarded_relay
+from tests.support.ports import free_port
 
 DIALECTS = st.sampled_from([DIALECT_4, DIALECT_7])
 HELLO = encode_request(Command.HELLO, b"\7" * 24)

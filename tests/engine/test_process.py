@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.sockets import free_port
 from linkcpp.engine import rpc_server as rpc_server_module
 from linkcpp.engine.process import SupervisedProcess, tail_log
 from linkcpp.engine.process_spec import (
@@ -26,6 +25,7 @@ from linkcpp.engine.process_spec import (
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_client import RpcClient
 from linkcpp.engine.rpc_server import rpc_server_spec, start_rpc_server
+from tests.support.ports import free_port
 
 QUICK = RestartPolicy(limit=2, first_delay_seconds=0.01, largest_delay_seconds=0.02)
 SUPERVISOR = Path(__file__).parents[1] / "support" / "supervisor.py"

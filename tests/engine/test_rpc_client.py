@@ -5,12 +5,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from linkcpp.common.sockets import free_port
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_client import RpcClient, read_hello
 from linkcpp.engine.wire import TENSOR_BYTES, WireError
 from linkcpp.engine.wire_hash import fnv1a_64
 from linkcpp.engine.wire_tensor import FLAG_COMPUTE, Graph, Tensors, empty_tensors
+from tests.support.ports import free_port
 from tests.support.rpc_servers import running_rpc_server
 
 OP_ADD = 2

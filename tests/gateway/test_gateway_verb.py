@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
-from linkcpp.common.sockets import free_port
 from linkcpp.registry.edges import EdgeOffer, EdgeRequest
 from linkcpp.registry.records import Heartbeat, Role
 from linkcpp.registry.relay import PAIRED, Hello, RelayCloseCode, encode_hello
 from tests.gateway.gateways import closed_with
 from tests.hub.hubs import Machine, RunningHub, running_hub
+from tests.support.ports import free_port
 
 SECONDS = 60
 

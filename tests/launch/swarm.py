@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import psutil
 
-from linkcpp.common.sockets import free_port
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.inventory import read_inventory
+from tests.support.ports import free_port
 
 START_SECONDS = 120.0
 PROMPT = "The three most useful things in a kitchen are"

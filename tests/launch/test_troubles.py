@@ -12,10 +12,10 @@ import httpx
 import psutil
 import pytest
 
-from linkcpp.common.sockets import free_port
 from tests.launch.swarm import Swarm, wait_until
 from tests.support.engines import prebuilt_engine
 from tests.support.models import llama, smollm2_path
+from tests.support.ports import free_port
 
 TERABYTE = 10**12
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from linkcpp.common.sockets import free_port
 from linkcpp.engine.records import EngineLocation
+from tests.support.ports import free_port
 
 _MODEL = re.compile(r"load_tensors: +(\S+) model buffer size = +([\d.]+) MiB")
 _CACHE = re.compile(r"llama_kv_cache: +(\S+) KV buffer size = +([\d.]+) MiB")

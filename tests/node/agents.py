@@ -15,7 +15,7 @@ import psutil
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.cluster.token import ensure_token
-from linkcpp.common.sockets import free_port, listen
+from linkcpp.common.sockets import listen
 from linkcpp.engine.records import (
     Engine,
     EngineFeatures,
@@ -26,6 +26,7 @@ from linkcpp.engine.records import (
 )
 from linkcpp.node.agent import AgentOptions, NodeAgent, measure_overhead
 from linkcpp.node.client import NodeClient
+from tests.support.ports import free_port
 
 MEBIBYTE = 2**20
 RPC_VERSIONS = {

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from linkcpp.common.sockets import free_port
 from linkcpp.engine.records import EngineLocation
+from tests.support.ports import free_port
 
 PROMPT = "The three primary colors are"
 

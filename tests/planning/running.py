@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from linkcpp.common.sockets import free_port
 from linkcpp.engine.records import EngineLocation
 from linkcpp.planning.arguments import server_arguments
 from linkcpp.planning.records import Plan, Stage
 from tests.model.server_log import _without_mmap
+from tests.support.ports import free_port
 
 _SIZE = re.compile(
     r"(load_tensors|llama_kv_cache|llama_memory_recurrent|sched_reserve|llama_context): +"

@@ -16,13 +16,13 @@ from typing import Any
 
 import httpx
 
-from linkcpp.common.sockets import free_port
 from linkcpp.dispatch.process import READY_PATTERN as DEVICE_READY
 from linkcpp.dispatch.process import DispatchConfig, WorkerEntry
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.process import READY_PATTERN as WORKER_READY
 from linkcpp.worker.process import WorkerConfig
+from tests.support.ports import free_port
 
 EXPERT_TENSORS = r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)"
 TOKEN = "worker-token"

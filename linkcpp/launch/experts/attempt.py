@@ -9,9 +9,10 @@ from pathlib import Path
 
 from linkcpp.cluster.limits import usable_cores
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.sockets import HeldPort
 from linkcpp.dispatch.access import ControlAccess
 from linkcpp.dispatch.process import DispatchConfig
-from linkcpp.launch.api import check_port, choose_port
+from linkcpp.launch.api import check_port, hold_api_port
 from linkcpp.launch.attempt import Attempt, cancel_all
 from linkcpp.launch.decisions import Failure, Observed, Step
 from linkcpp.launch.events import EngineStarted, EngineStopped, Noticed, PhaseEntered
@@ -47,6 +48,7 @@ class _Held:
 
     dispatcher: Dispatcher | None = None
     front: Program | None = None
+    engine_port: HeldPort | None = None
 
 
 class ExpertsAttempt(Attempt):
@@ -217,13 +219,13 @@ class ExpertsAttempt(Attempt):
         dispatcher, backbone, request = self._held.dispatcher, self._backbone, self._request
         assert dispatcher is not None and backbone is not None  # noqa: S101 - as above
         check_port(request.host, request.port)
-        engine_port = choose_port(LOOPBACK)
+        engine_port = self._held.engine_port = hold_api_port(LOOPBACK, 0)
         self._held.front = await start_program(
             "linkcpp.launch.experts.front",
             FrontConfig(
                 host=request.host,
                 port=request.port,
-                engine_port=engine_port,
+                engine_port=engine_port.number,
                 slot_count=self._plan.options.parallel,
                 api_key_file=Path(request.api_key_file) if request.api_key_file else None,
                 failure_counter=self._counter_file,
@@ -243,7 +245,7 @@ class ExpertsAttempt(Attempt):
             self._note_line,
             model_path=str(backbone.path),
             host=LOOPBACK,
-            port=engine_port,
+            port=engine_port.number,
         )
         self._resources.llama_server = server
         self._journal.emit(EngineStarted(server.identity))
@@ -278,6 +280,8 @@ class ExpertsAttempt(Attempt):
         if self._resources.llama_server is not None:
             await self._resources.llama_server.stop()
             self._resources.llama_server = None
+        if self._held.engine_port is not None:
+            self._held.engine_port.close()
         await cancel_all(self._watchers)
         self._folder.control_file.unlink(missing_ok=True)
         if dispatcher is not None:
