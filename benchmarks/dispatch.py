@@ -1,22 +1,23 @@
 """Decode and prefill: monolithic, stock RPC with the same -ot, the virtual device with workers.
 
-    python benchmarks/dispatch.py [MODEL.gguf] [--workers 1,2,4] [--rounds 5] [--quick] [--json]
+    python benchmarks/dispatch.py [MODEL.gguf] [--workers 1,2,4] [--servers 1,2] [--rounds 5]
+        [--quick] [--json]
 
 Everything runs at the same time, one thread each, and is asked in turns: each round measures every
 set-up once, so that other work on the machine meets all of them. The best of all rounds counts.
-``over_stock_ms`` is the time a token beyond stock RPC, divided by the layers with experts.
-``per layer`` splits a layer's time at batch 1: waiting for the expert ids, the workers' way and
-wire, the workers' own computing, everything else (llama-server, the backing server, wire).
-``wakes`` are the times a layer that processes went to sleep and were woken (Linux only).
+Workers are processes that are asked over frames, as those of other machines are; servers are
+rpc-servers that the device itself drives, as a coordinator's own are. ``over_stock_ms`` is the
+time a token beyond stock RPC, divided by the layers with experts. ``per layer`` splits a layer's
+time at batch 1: waiting for the expert ids, the workers' way and wire, the workers' own computing,
+everything else (llama-server, the backing server, wire). ``wakes`` are the times a layer that
+processes went to sleep and were woken (Linux only).
 """
 
 import argparse
-import asyncio
 import contextlib
 import json
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ from linkcpp.engine.records import EngineLocation
 from linkcpp.worker.frames import Segment
 from linkcpp.worker.slabs import GgufSlabs
 from tests.support.models import qwen3moe
-from tests.support.rpc_servers import running_rpc_server
+from tests.support.rpc_servers import rpc_server
 from tests.support.swarm import (
     Device,
     Server,
+    own_server,
     running_device,
     running_llama_server,
     running_worker,
@@ -105,35 +107,41 @@ def _computed_ms(worker: dict[str, Any]) -> float:
 @contextlib.contextmanager
 def stock_rpc(engine: EngineLocation, model: Path, folder: Path) -> Iterator[Server]:
     """llama-server with the same -ot on a stock rpc-server."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    running = running_rpc_server(engine)
-    port = asyncio.run_coroutine_threadsafe(running.__aenter__(), loop).result()
-    try:
-        with running_llama_server(engine, model, folder, device_port=port, label="stock") as server:
-            yield server
-    finally:
-        asyncio.run_coroutine_threadsafe(running.__aexit__(None, None, None), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
+    with (
+        rpc_server(engine) as port,
+        running_llama_server(engine, model, folder, device_port=port, label="stock") as server,
+    ):
+        yield server
 
 
 @contextlib.contextmanager
 def virtual(
-    engine: EngineLocation, model: Path, folder: Path, count: int, layers: dict[int, int]
+    engine: EngineLocation,
+    model: Path,
+    folder: Path,
+    count: int,
+    layers: dict[int, int],
+    *,
+    is_own: bool,
 ) -> Iterator[Setup]:
-    """llama-server on a virtual device with so many workers."""
-    folder = folder / f"swarm-{count}"
+    """llama-server on a virtual device with so many workers, or rpc-servers of its own."""
+    folder = folder / f"{'own' if is_own else 'swarm'}-{count}"
     folder.mkdir()
     with contextlib.ExitStack() as stack:
-        entries = []
+        workers, servers = [], []
         for k in range(count):
             share = [
                 Segment(layer=layer, first=n * k // count, last=n * (k + 1) // count - 1)
                 for layer, n in layers.items()
             ]
-            worker = running_worker(engine, model, share, folder, name=f"w{k}")
-            entries.append(worker_entry(f"w{k}", stack.enter_context(worker)))
-        device: Device = stack.enter_context(running_device(engine, model, entries, folder))
+            if is_own:
+                servers.append(stack.enter_context(own_server(engine, model, share, name=f"w{k}")))
+            else:
+                worker = running_worker(engine, model, share, folder, name=f"w{k}")
+                workers.append(worker_entry(f"w{k}", stack.enter_context(worker)))
+        device: Device = stack.enter_context(
+            running_device(engine, model, workers, folder, servers=tuple(servers))
+        )
         server = stack.enter_context(
             running_llama_server(engine, model, folder, device_port=device.port)
         )
@@ -154,9 +162,11 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
             "monolithic": Setup(stack.enter_context(alone)),
             "stock RPC": Setup(stack.enter_context(stock_rpc(engine, model, folder))),
         }
-        for count in map(int, options.workers.split(",")):
-            swarm = virtual(engine, model, folder, count, layers)
-            setups[f"{count} workers"] = stack.enter_context(swarm)
+        for label, counts in (("workers", options.workers), ("servers", options.servers)):
+            for count in [int(word) for word in counts.split(",") if word]:
+                is_own = label == "servers"
+                swarm = virtual(engine, model, folder, count, layers, is_own=is_own)
+                setups[f"{count} {label}"] = stack.enter_context(swarm)
         for setup in setups.values():
             setup.server.complete([WORD] * 2, 16)
         for _ in range(rounds):
@@ -198,6 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?", help="else a small random one is made")
     parser.add_argument("--workers", default="1,2,4")
+    parser.add_argument("--servers", default="1,2")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two short rounds")

@@ -155,7 +155,7 @@ class Admission:
                 continue
             if np.isfinite(theirs).all():
                 agreement = compare_rows(rows[mine], theirs)
-                name = f"worker {other.address.name}"
+                name = f"worker {other.name}"
                 found.append(_row_check(trial.layer, shared, name, agreement))
         return majority(found) or nothing
 

@@ -7,15 +7,7 @@ import numpy as np
 
 from linkcpp.dispatch.holder import Holder, wait_for_links
 from linkcpp.worker.chain import KeyedChain
-from linkcpp.worker.frames import (
-    Compute,
-    FrameType,
-    Pairs,
-    Rows,
-    pack_compute,
-    parse_error,
-    parse_rows,
-)
+from linkcpp.worker.frames import Pairs, Rows
 
 _ANSWER_SECONDS = 10.0
 # A link that is asked alone has nothing else under way, so any numbers do.
@@ -29,19 +21,15 @@ def ask_alone(holder: Holder, chain: KeyedChain, pairs: Pairs) -> Rows:
         OSError: the link broke, or the worker does not answer in time.
         FrameError: it refuses, or answers what makes no sense. Nothing more can be read then.
     """
-    assert isinstance(chain.key, int)  # noqa: S101 - chains have numbers on links
     number = next(_numbers)
     shape = (len(pairs.expert_ids), chain.output_width)
     deadline = time.monotonic() + _ANSWER_SECONDS
-    holder.send(pack_compute(number, Compute(chain.key, pairs)))
+    holder.ask(number, chain, pairs)
     while True:
-        while (frame := holder.next_frame()) is not None:
-            header, payload = frame
-            if header.kind == FrameType.ERROR and header.request_id in (0, number):
-                raise parse_error(payload)
-            if header.kind == FrameType.ROWS and header.request_id == number:
-                # The payload is valid until the next read only.
-                return np.array(parse_rows(payload, shape).rows)
+        while (answer := holder.next_answer()) is not None:
+            if answer.request_id == number:
+                # Valid until the next read only.
+                return np.frombuffer(bytes(answer.rows), np.float32).reshape(shape)
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"it did not answer a check within {_ANSWER_SECONDS:.0f} s")

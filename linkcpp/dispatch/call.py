@@ -17,17 +17,7 @@ from linkcpp.dispatch.job import Job
 from linkcpp.dispatch.routing import NOBODY, next_holders
 from linkcpp.worker.chain import KeyedChain
 from linkcpp.worker.compute import split_by_expert
-from linkcpp.worker.frames import (
-    Compute,
-    FrameError,
-    FrameType,
-    Limits,
-    Numbers,
-    Rows,
-    pack_compute,
-    parse_error,
-    parse_rows,
-)
+from linkcpp.worker.frames import FrameError, Limits, Numbers, Rows
 
 if TYPE_CHECKING:
     from linkcpp.dispatch.swarm import Swarm
@@ -65,7 +55,6 @@ class Call:
     def __init__(self, swarm: "Swarm", job: Job) -> None:
         self._swarm = swarm
         self._job = job
-        self._chain_number = swarm.chain_number(job.chain)
         self._flat = job.ids.reshape(-1)
         self._result = np.empty((len(self._flat), job.chain.output_width), np.float32)
         self._pending: dict[int, Request] = {}
@@ -136,11 +125,10 @@ class Call:
             floor = self._swarm.options.deadline_floor_ms
             wait = holder.latency.deadline_ms(len(part), floor) / 1000
             self._pending[number] = Request(holder, part, now, now + wait)
-            compute = Compute(self._chain_number, self._job.pairs(part))
             try:
-                holder.send(pack_compute(number, compute))
-            except OSError as error:
-                self._drop(holder, f"cannot be sent to: {error}")
+                holder.ask(number, self._job.chain, self._job.pairs(part))
+            except (OSError, FrameError) as error:
+                self._drop(holder, f"cannot be asked: {error}")
                 return
             holder.request_count += 1
 
@@ -194,31 +182,23 @@ class Call:
             try:
                 holder.resume()
                 if holder.receive():
-                    self._take_frames(holder)
+                    self._take_answers(holder)
             except (OSError, FrameError) as error:
                 self._drop(holder, f"failed: {error}")
         self._check_deadlines()
 
-    def _take_frames(self, holder: Holder) -> None:
-        while (frame := holder.next_frame()) is not None:
-            header, payload = frame
-            request = self._pending.get(header.request_id)
-            if header.kind == FrameType.ERROR:
-                error = parse_error(payload)
-                if request is not None or header.request_id == 0:
-                    raise error
-                continue
+    def _take_answers(self, holder: Holder) -> None:
+        while (answer := holder.next_answer()) is not None:
+            request = self._pending.get(answer.request_id)
             if request is None or request.holder is not holder:
                 continue
-            if header.kind != FrameType.ROWS:
-                continue
             shape = (len(request.positions), self._job.chain.output_width)
-            answer = parse_rows(payload, shape)
-            if not all_finite(answer.rows) and self._inputs_are_finite():
+            rows = np.frombuffer(answer.rows, np.float32).reshape(shape)
+            if not all_finite(rows) and self._inputs_are_finite():
                 self._swarm.counters.nonsense_count += 1
                 raise ConnectionError("it answered rows that are not finite")
-            self._result[request.positions] = answer.rows
-            del self._pending[header.request_id]
+            self._result[request.positions] = rows
+            del self._pending[answer.request_id]
             took = time.monotonic() - request.sent_at
             holder.note_answer(len(request.positions), took, answer.compute_us)
 

@@ -66,7 +66,7 @@ class Checker:
                 )
         except (OSError, FrameError) as error:
             raise LinkcppError(
-                f"Worker {holder.address.name} cannot be checked: {_told(error)}.",
+                f"Worker {holder.name} cannot be checked: {_told(error)}.",
                 hint="`linkcpp status` tells more of it.",
             ) from error
         holder.checks[trial.layer, trial.chain.key] = check
@@ -110,7 +110,7 @@ def find_holder(holders: Sequence[Holder], name: str) -> Holder:
         LinkcppError: there is none of that name.
     """
     for holder in holders:
-        if holder.address.name == name:
+        if holder.name == name:
             return holder
     raise LinkcppError(f"There is no worker {name}.")
 

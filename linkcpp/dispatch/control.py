@@ -11,8 +11,11 @@ from linkcpp.common.records import WireRecord
 from linkcpp.dispatch.admission import EXPERTS_A_LAYER
 from linkcpp.dispatch.checks import AdmissionStatus, RowCheck, admission_status
 from linkcpp.dispatch.device import VirtualDevice
-from linkcpp.dispatch.holder import Holder, WorkerAddress
+from linkcpp.dispatch.holder import Holder
+from linkcpp.dispatch.server_holder import ServerAddress
 from linkcpp.dispatch.swarm import Swarm
+from linkcpp.dispatch.worker_holder import WorkerAddress
+from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_server import LOOPBACK
 from linkcpp.model.slices.segments import Segment
 from linkcpp.planning.routing_counts import RoutingCounts
@@ -94,6 +97,22 @@ class NewWorker(WireRecord):
     token: str
 
 
+class NewServer(WireRecord):
+    """An rpc-server of this machine to give experts to; ``slabs`` is a file or URL with them.
+
+    Its build is the one that the dispatching process was told of.
+    """
+
+    name: str
+    port: int
+    slabs: str
+    segments: tuple[Segment, ...]
+
+    def address(self, engine: EngineLocation) -> ServerAddress:
+        """Say how it is reached."""
+        return ServerAddress(self.name, self.port, engine, self.slabs, self.segments)
+
+
 class CheckRequest(WireRecord):
     """A worker's rows are to be compared, for some of its experts of a layer."""
 
@@ -105,7 +124,7 @@ def worker_status(holder: Holder) -> WorkerStatus:
     """Describe a worker as it is now."""
     requests = max(holder.request_count, 1)
     return WorkerStatus(
-        name=holder.address.name,
+        name=holder.name,
         state=str(holder.state),
         detail=holder.detail,
         segments=holder.welcome.segments if holder.welcome else (),
@@ -155,8 +174,10 @@ def dispatch_status(device: VirtualDevice, swarm: Swarm) -> DispatchStatus:
     )
 
 
-def build_control(device: VirtualDevice, swarm: Swarm, token: str) -> FastAPI:
-    """Make the HTTP application: GET /status, POST /workers, DELETE /workers/NAME.
+def build_control(
+    device: VirtualDevice, swarm: Swarm, engine: EngineLocation, token: str
+) -> FastAPI:
+    """Make the HTTP application: GET /status, POST /workers, POST /servers, DELETE /workers/NAME.
 
     POST /workers/NAME/check compares rows of a worker with a reference. GET /routing-counts tells
     how often each expert was chosen, as ``linkcpp plan --hot`` reads it.
@@ -184,6 +205,10 @@ def build_control(device: VirtualDevice, swarm: Swarm, token: str) -> FastAPI:
     @app.post("/workers")
     def add(worker: NewWorker) -> WorkerStatus:
         return worker_status(swarm.holders.add(WorkerAddress(**worker.model_dump())))
+
+    @app.post("/servers")
+    def add_server(server: NewServer) -> WorkerStatus:
+        return worker_status(swarm.holders.add(server.address(engine)))
 
     @app.delete("/workers/{name}")
     def remove(name: str) -> None:

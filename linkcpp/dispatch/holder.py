@@ -1,49 +1,22 @@
-"""One worker as the virtual device sees it: its link, what it holds, what was seen of it."""
+"""Who holds experts, as the virtual device sees it: how it is asked, and what was seen of it."""
 
 import select
 import socket
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from linkcpp.dispatch.checks import RowCheck, Trial
 from linkcpp.dispatch.routing import Latency
-from linkcpp.engine.rpc_socket import limit_receiving, unsent
-from linkcpp.worker.chain import Chain
-from linkcpp.worker.frames import (
-    Buffer,
-    ErrorCode,
-    FrameError,
-    FrameType,
-    Header,
-    Limits,
-    Welcome,
-    pack_chain,
-    pack_header,
-    pack_hello,
-    parse_error,
-    parse_welcome,
-)
-from linkcpp.worker.link import FrameBuffer
+from linkcpp.worker.chain import Chain, KeyedChain
+from linkcpp.worker.frames import Buffer, ErrorCode, FrameError, Pairs, TokenPairs, Welcome
 
 FIRST_RETRY_SECONDS = 0.2
-_CONNECT_SECONDS = 5.0
-_PROBE_SECONDS = 5.0
-_MOST_BUFFERS = 64
-
-
-class WorkerAddress(NamedTuple):
-    """How to reach a worker: a TCP port of this machine, maybe the near end of a tunnel."""
-
-    name: str
-    host: str
-    port: int
-    token: str
 
 
 class LinkState(StrEnum):
-    """Whether a worker can be asked."""
+    """Whether a holder can be asked."""
 
     CONNECTING = "connecting"
     CHECKING = "checking"
@@ -51,15 +24,24 @@ class LinkState(StrEnum):
     REFUSED = "refused"
 
 
-class Holder:
-    """One worker: its link, what it holds, and what was seen of it.
+class Answer(NamedTuple):
+    """What a request brought: f32 bytes of a row for each pair, and the microseconds it took."""
 
-    Counters are for people; only the dispatching thread writes them.
+    request_id: int
+    rows: Buffer
+    compute_us: int
+
+
+class Holder(ABC):
+    """One holder: its link, what it holds, and what was seen of it.
+
+    Requests leave at once as far as the socket takes them, and are answered in any order. Counters
+    are for people; only the dispatching thread writes them.
     """
 
-    def __init__(self, number: int, address: WorkerAddress) -> None:
+    def __init__(self, number: int, name: str) -> None:
         self.number = number
-        self.address = address
+        self.name = name
         self.state = LinkState.CONNECTING
         self.detail = "not connected yet"
         self.welcome: Welcome | None = None
@@ -79,9 +61,6 @@ class Holder:
         self.taught_count = 0
         self.checks: dict[tuple[int, Hashable], RowCheck] = {}
         self.socket: socket.socket | None = None
-        self._frames = FrameBuffer(Limits())
-        self._outgoing: Sequence[Buffer] = ()
-        self._wait_ms = 0.0
 
     @property
     def is_expected(self) -> bool:
@@ -106,113 +85,77 @@ class Holder:
         self.waited_seconds += took_seconds
 
     @property
+    @abstractmethod
     def is_sending(self) -> bool:
         """Whether bytes wait until the socket takes them."""
-        return bool(self._outgoing)
 
-    def send(self, parts: Sequence[Buffer]) -> None:
-        """Send as much as the socket takes now; ``resume`` sends the rest.
+    @abstractmethod
+    def open(self, chains: Sequence[tuple[int, Chain]], model_digest: str | None) -> None:
+        """Link to it and set ``welcome`` and ``socket``; blocking, for a thread of its own.
+
+        Raises:
+            OSError: it does not work out now.
+            FrameError: it refuses, or is not for this model.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forget what was asked; may be called twice. ``open`` brings it back."""
+
+    def end(self) -> None:
+        """Close it for good."""
+        self.close()
+
+    @abstractmethod
+    def teach(self, chain_id: int, chain: Chain) -> None:
+        """Let it know a chain that calls will use.
 
         Raises:
             OSError: the link broke.
         """
-        self._outgoing = [*self._outgoing, *parts] if self._outgoing else parts
-        self.resume()
 
+    @abstractmethod
+    def ask(self, number: int, chain: KeyedChain, pairs: Pairs) -> None:
+        """Ask for the rows of pairs.
+
+        Raises:
+            OSError: the link broke.
+            FrameError: it cannot do this.
+        """
+
+    @abstractmethod
+    def ask_token(self, number: int, chain: KeyedChain, token: TokenPairs) -> None:
+        """As ``ask`` for one token, whose chain has one input of one row a token."""
+
+    @abstractmethod
     def resume(self) -> None:
-        """Send what waits; raises as ``send``."""
-        if self.socket is None:
-            raise ConnectionError("the link is closed")
-        while self._outgoing:
-            try:
-                sent = self.socket.sendmsg(self._outgoing[:_MOST_BUFFERS], (), socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            self.sent_bytes += sent
-            self._outgoing = unsent(self._outgoing, sent)
+        """Send what waits; raises as ``ask``."""
 
+    @abstractmethod
     def receive(self, within_ms: float = 0.0) -> bool:
         """Read what is there, or what comes in time; tell whether there was anything.
 
         Raises:
-            OSError: the link broke or was closed by the worker.
+            OSError: the link broke or was closed.
+            FrameError: it cannot do what it was asked before.
         """
-        if self.socket is None:
-            raise ConnectionError("the link is closed")
-        if within_ms and within_ms != self._wait_ms:
-            limit_receiving(self.socket, within_ms / 1000)
-            self._wait_ms = within_ms
-        try:
-            count = self.socket.recv_into(
-                self._frames.space(), 0, 0 if within_ms else socket.MSG_DONTWAIT
-            )
-        except BlockingIOError:
-            return False
-        if not count:
-            raise ConnectionError("the worker closed the link")
-        self.received_bytes += count
-        self._frames.received(count)
-        return True
 
-    def next_frame(self) -> tuple[Header, memoryview] | None:
-        """Return the next whole frame; raises ``FrameError`` as ``FrameBuffer.next``."""
-        return self._frames.next()
-
-    def open(self, chains: Sequence[tuple[int, Chain]], model_digest: str | None) -> None:
-        """Connect, greet, teach the chains and probe; blocking, for the maintenance thread.
+    @abstractmethod
+    def next_answer(self) -> Answer | None:
+        """Return the next whole answer; it is valid until the next ``receive``.
 
         Raises:
-            OSError: it does not work out now.
-            FrameError: the worker refuses, or is not for this model.
+            FrameError: it refuses a request, or answers what makes no sense.
+            OSError: it leaves too many requests unanswered.
         """
-        address = self.address
-        link = socket.create_connection((address.host, address.port), _CONNECT_SECONDS)
-        try:
-            link.settimeout(_PROBE_SECONDS)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._frames, self._outgoing = FrameBuffer(Limits()), ()
-            link.sendall(pack_hello(address.token))
-            welcome = parse_welcome(self._wait(link, FrameType.WELCOME))
-            _check_model(welcome, model_digest)
-            for chain_id, chain in chains:
-                link.sendall(pack_chain(0, chain_id, chain))
-                self._wait(link, FrameType.CHAIN_READY)
-            link.sendall(pack_header(FrameType.PING, 0, 0))
-            self._wait(link, FrameType.PONG)
-            link.setblocking(True)
-            self._wait_ms = 0.0
-        except BaseException:
-            link.close()
-            raise
-        self.welcome, self.socket = welcome, link
-
-    def _wait(self, link: socket.socket, kind: FrameType) -> memoryview:
-        deadline = time.monotonic() + _PROBE_SECONDS
-        while (frame := self._frames.next()) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError("the worker does not answer")
-            count = link.recv_into(self._frames.space())
-            if not count:
-                raise ConnectionError("the worker closed the link")
-            self._frames.received(count)
-        header, payload = frame
-        if header.kind == FrameType.ERROR:
-            raise parse_error(payload)
-        if header.kind != kind:
-            raise FrameError(
-                ErrorCode.BAD_FRAMING, f"The worker answered {header.kind.name}, not {kind.name}."
-            )
-        return payload
-
-    def close(self) -> None:
-        """Close the link; may be called twice."""
-        link, self.socket = self.socket, None
-        self._outgoing = ()
-        if link is not None:
-            link.close()
 
 
-def _check_model(welcome: Welcome, model_digest: str | None) -> None:
+def check_model(welcome: Welcome, model_digest: str | None) -> None:
+    """See that a holder has experts of this model.
+
+    Raises:
+        FrameError: it has those of another one.
+    """
     if model_digest is not None and welcome.model_digest != model_digest:
         raise FrameError(ErrorCode.BAD_PAYLOAD, "It holds slabs of another model.")
 

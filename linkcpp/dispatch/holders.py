@@ -12,12 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.dispatch.checks import RowCheck, Trial
-from linkcpp.dispatch.holder import FIRST_RETRY_SECONDS, Holder, LinkState, WorkerAddress
+from linkcpp.dispatch.holder import FIRST_RETRY_SECONDS, Holder, LinkState
 from linkcpp.worker.chain import Chain
-from linkcpp.worker.frames import FrameError, pack_chain
+from linkcpp.worker.frames import FrameError
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +30,19 @@ _REFUSED_SECONDS = 60.0
 
 class RowsRefusedError(LinkcppError):
     """A worker's rows are wrong, so it must not be used."""
+
+
+class Address(Protocol):
+    """How to reach a holder."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        ...
+
+    def holder(self, number: int) -> Holder:
+        """Make the holder with this number."""
+        ...
 
 
 Check = Callable[["Holders", Holder, Trial, Sequence[Holder]], RowCheck]
@@ -69,16 +83,16 @@ class Holders:
         """Return a worker by its number."""
         return self._holders.get(number)
 
-    def add(self, address: WorkerAddress) -> Holder:
-        """Take a worker in; it is used once it answers.
+    def add(self, address: Address) -> Holder:
+        """Take a holder in; it is used once it answers.
 
         Raises:
             LinkcppError: there is one of that name.
         """
         with self._lock:
-            if any(holder.address.name == address.name for holder in self._holders.values()):
+            if any(holder.name == address.name for holder in self._holders.values()):
                 raise LinkcppError(f"There is a worker {address.name} already.")
-            holder = Holder(self._next_number, address)
+            holder = address.holder(self._next_number)
             self._next_number += 1
             self._holders[holder.number] = holder
         self._wake.set()
@@ -92,7 +106,7 @@ class Holders:
         """
         with self._lock:
             for holder in self._holders.values():
-                if holder.address.name == name:
+                if holder.name == name:
                     holder.is_removed = True
                     break
             else:
@@ -104,7 +118,7 @@ class Holders:
         with self._lock:
             for holder in [entry for entry in self._holders.values() if entry.is_removed]:
                 if holder.state == LinkState.UP:
-                    holder.close()
+                    holder.end()
                     holder.state = LinkState.CONNECTING
                     del self._holders[holder.number]
         self._wake.set()
@@ -116,7 +130,7 @@ class Holders:
             up = [holder for holder in self._holders.values() if holder.state == LinkState.UP]
         for holder in up:
             try:
-                holder.send([pack_chain(0, chain_id, chain)])
+                holder.teach(chain_id, chain)
                 holder.taught_count += 1
             except OSError as error:
                 self.fail(holder, str(error))
@@ -191,7 +205,7 @@ class Holders:
             holder.retry_seconds = min(2 * holder.retry_seconds, _MOST_RETRY_SECONDS)
         holder.retry_at = time.monotonic() + (pause_seconds or holder.retry_seconds)
         told = {"layer": layer, "reason": why}
-        _log.warning("worker %s: %s", holder.address.name, why, extra=_fields(holder) | told)
+        _log.warning("worker %s: %s", holder.name, why, extra=_fields(holder) | told)
         self._on_change()
         self._wake.set()
 
@@ -203,7 +217,7 @@ class Holders:
             self._settled.notify_all()
         self._thread.join()
         for holder in self.all():
-            holder.close()
+            holder.end()
 
     def _maintain(self) -> None:
         while not self._is_closing:
@@ -233,7 +247,7 @@ class Holders:
     def _drop(self, holder: Holder) -> None:
         with self._lock:
             self._holders.pop(holder.number, None)
-            holder.close()
+            holder.end()
 
     def _have_checked(self, holder: Holder) -> None:
         try:
@@ -249,7 +263,7 @@ class Holders:
             self._connect(holder)
         finally:
             if self._is_closing:
-                holder.close()
+                holder.end()
             self._opening.discard(holder.number)
             self._wake.set()
 
@@ -278,13 +292,13 @@ class Holders:
         with self._lock:
             # Chains learned meanwhile: the socket takes them without waiting.
             for chain_id, chain in self._chains[holder.taught_count :]:
-                holder.send([pack_chain(0, chain_id, chain)])
+                holder.teach(chain_id, chain)
                 holder.taught_count += 1
             for trial in self._trials:
                 if not holder.has_passed(trial):
                     return trial
             holder.state, holder.detail, holder.is_rechecked = LinkState.UP, "", False
-        _log.info("worker %s is up", holder.address.name, extra=_fields(holder))
+        _log.info("worker %s is up", holder.name, extra=_fields(holder))
         self._on_change()
         return None
 
@@ -319,4 +333,4 @@ class Holders:
 
 def _fields(holder: Holder) -> dict[str, object]:
     """Say of whom a line of the log is, for machines that read it."""
-    return {"worker": holder.address.name, "state": holder.state.value}
+    return {"worker": holder.name, "state": holder.state.value}

@@ -12,13 +12,13 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.programs import Announce, run_program
 from linkcpp.common.records import Record
 from linkcpp.common.sockets import listen
-from linkcpp.dispatch.control import build_control
+from linkcpp.dispatch.control import NewServer, NewWorker, build_control
 from linkcpp.dispatch.device import VirtualDevice
 from linkcpp.dispatch.failures import FailureLog
 from linkcpp.dispatch.fallback import Fallback
-from linkcpp.dispatch.holder import WorkerAddress
 from linkcpp.dispatch.swarm import Swarm, SwarmOptions
 from linkcpp.dispatch.tally import kept_tally
+from linkcpp.dispatch.worker_holder import WorkerAddress
 from linkcpp.engine.ops import read_op_table
 from linkcpp.engine.process_spec import ProcessState, ProcessStatus
 from linkcpp.engine.records import EngineLocation
@@ -27,15 +27,6 @@ from linkcpp.engine.rpc_socket import RpcSocket
 from linkcpp.worker.slabs import GgufSlabs
 
 READY_PATTERN = r"^virtual device ready on 127\.0\.0\.1:(\d+), control on 127\.0\.0\.1:(\d+)"
-
-
-class WorkerEntry(Record):
-    """A worker to link to."""
-
-    name: str
-    host: str = LOOPBACK
-    port: int
-    token: str
 
 
 class DispatchConfig(Record):
@@ -55,7 +46,8 @@ class DispatchConfig(Record):
     fallback_model: str | None = None
     fallback_bytes: int = 2 * 2**30
     check_model_digest: str | None = None
-    workers: tuple[WorkerEntry, ...] = ()
+    workers: tuple[NewWorker, ...] = ()
+    servers: tuple[NewServer, ...] = ()
     device_port: int = 0
     control_port: int = 0
     control_token: str
@@ -121,12 +113,14 @@ class _Dispatch:
         try:
             for worker in self._config.workers:
                 swarm.holders.add(WorkerAddress(**worker.model_dump()))
+            for entry in self._config.servers:
+                swarm.holders.add(entry.address(self._config.engine))
             (device_listener,) = listen(LOOPBACK, self._config.device_port)
             (control_listener,) = listen(LOOPBACK, self._config.control_port)
             threading.Thread(target=device.serve, args=(device_listener,), daemon=True).start()
             control = uvicorn.Server(
                 uvicorn.Config(
-                    build_control(device, swarm, self._config.control_token),
+                    build_control(device, swarm, self._config.engine, self._config.control_token),
                     log_config=None,
                     access_log=False,
                     log_level="warning",

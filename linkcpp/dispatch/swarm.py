@@ -130,11 +130,6 @@ class Swarm:
         trial = find_trial(self._trials, layer)
         return self._checker.check_now(self.holders, holder, trial, expert_count)
 
-    def chain_number(self, chain: KeyedChain) -> int:
-        """Return the number that ``learn`` gave."""
-        assert isinstance(chain.key, int)  # noqa: S101 - made by ``learn``
-        return chain.key
-
     def missing_experts(self) -> int:
         """Count the (layer, expert) units that no worker that is up holds."""
         return sum(int((routes.chosen == NOBODY).sum()) for routes in self.routes.values())

@@ -5,8 +5,6 @@ so that something else can be done while the workers compute. Whatever goes wron
 ``Call``.
 """
 
-import functools
-import struct
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -17,25 +15,10 @@ from linkcpp.dispatch.call import Call, Request, all_finite, most_pairs
 from linkcpp.dispatch.holder import Holder, LinkState
 from linkcpp.dispatch.job import Job
 from linkcpp.worker.chain import KeyedChain
-from linkcpp.worker.frames import (
-    COMPUTE,
-    HEADER,
-    HEADER_BYTES,
-    MAGIC,
-    VERSION,
-    Buffer,
-    DataType,
-    FrameError,
-    FrameType,
-    Rows,
-    parse_error,
-    parse_row_bytes,
-)
+from linkcpp.worker.frames import Buffer, FrameError, Rows, TokenPairs
 
 if TYPE_CHECKING:
     from linkcpp.dispatch.swarm import Swarm
-
-_COMPUTE, _F32 = FrameType.COMPUTE, DataType.F32
 
 
 class Token(NamedTuple):
@@ -58,27 +41,6 @@ class Token(NamedTuple):
         """Return it as a job, with these experts."""
         row = np.frombuffer(self.row, np.float32).reshape(1, -1)
         return Job(self.layer, self.chain, np.array([expert_ids], np.int32), (row,))
-
-
-def pack_token(
-    request_id: int, chain_id: int, layer: int, expert_ids: Sequence[int], row: Buffer
-) -> list[Buffer]:
-    """Write COMPUTE for one token: one row, as f32 bytes, for all experts."""
-    pairs, row_bytes = len(expert_ids), len(row)
-    head = _token_head(pairs)
-    size_bytes = head.size - HEADER_BYTES + row_bytes
-    start = head.pack(
-        *(MAGIC, VERSION, _COMPUTE, 0, request_id, size_bytes),
-        *(chain_id, layer, 1, pairs, row_bytes // 4, _F32, _F32, 1),
-        *expert_ids,
-    )
-    return [start, row]
-
-
-@functools.cache
-def _token_head(pairs: int) -> struct.Struct:
-    """Header, head of COMPUTE, a row index of zeros, expert ids."""
-    return struct.Struct(f"{HEADER.format}{COMPUTE.format[1:]}{4 * pairs}x{pairs}i")
 
 
 class _Answer(NamedTuple):
@@ -107,15 +69,14 @@ class TokenCall:
         if not self._share():
             return False
         token, swarm = self._token, self._swarm
-        chain_number = swarm.chain_number(token.chain)
         self._sent_at = time.monotonic()
         for holder, positions in self._shares:
             number = swarm.request_number()
             experts = [token.expert_ids[position] for position in positions]
             try:
-                holder.send(pack_token(number, chain_number, token.layer, experts, token.row))
-            except OSError as error:
-                swarm.holders.fail(holder, f"cannot be sent to: {error}", token.layer)
+                holder.ask_token(number, token.chain, TokenPairs(token.layer, experts, token.row))
+            except (OSError, FrameError) as error:
+                swarm.holders.fail(holder, f"cannot be asked: {error}", token.layer)
                 return False
             holder.request_count += 1
             self._waiting[number] = holder, positions
@@ -151,7 +112,7 @@ class TokenCall:
                 while number in self._waiting:
                     if not holder.receive(floor_ms):
                         return self._take_over()
-                    self._take_frames(holder)
+                    self._take_answers(holder)
             except (OSError, FrameError) as error:
                 self._swarm.holders.fail(holder, f"failed: {error}", self._token.layer)
                 return self._take_over()
@@ -194,19 +155,15 @@ class TokenCall:
                 self._waiting[-1 - number] = holder, positions
         return self._take_over()
 
-    def _take_frames(self, holder: Holder) -> None:
+    def _take_answers(self, holder: Holder) -> None:
         step = 4 * self._token.chain.output_width
-        while (frame := holder.next_frame()) is not None:
-            header, payload = frame
-            known = self._waiting.get(header.request_id)
-            if header.kind == FrameType.ERROR and (known or header.request_id == 0):
-                raise parse_error(payload)
-            if header.kind != FrameType.ROWS or known is None or known[0] is not holder:
+        while (answer := holder.next_answer()) is not None:
+            known = self._waiting.get(answer.request_id)
+            if known is None or known[0] is not holder:
                 continue
-            positions = known[1]
-            data, compute_us = parse_row_bytes(payload, (len(positions), step // 4))
+            positions, data = known[1], answer.rows
             for number, position in enumerate(positions):
                 self._rows[position] = bytes(data[step * number : step * (number + 1)])
-            del self._waiting[header.request_id]
+            del self._waiting[answer.request_id]
             took_seconds = time.monotonic() - self._sent_at
-            self._answers.append(_Answer(holder, positions, took_seconds, compute_us))
+            self._answers.append(_Answer(holder, positions, took_seconds, answer.compute_us))

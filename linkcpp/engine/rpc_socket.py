@@ -15,6 +15,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.records import RpcVersion
 from linkcpp.engine.wire import (
+    ANSWER_SIZE,
     Buffer,
     Command,
     Dialect,
@@ -24,7 +25,6 @@ from linkcpp.engine.wire import (
     request_header,
 )
 
-_ANSWER_SIZE = struct.Struct("<Q")
 # Linux takes at most this many buffers in one call (IOV_MAX).
 _MOST_BUFFERS = 1000
 
@@ -42,6 +42,7 @@ class RpcSocket:
 
     def __init__(self, host: str, port: int, *, timeout_seconds: float = 60.0) -> None:
         self._address = f"{host}:{port}"
+        self._timeout_seconds = timeout_seconds
         self._queue: list[Buffer] = []
         self.queued_bytes = 0
         try:
@@ -81,18 +82,27 @@ class RpcSocket:
     def receive(self, size_bytes: int) -> memoryview:
         """Send what was queued and return the next answer, which must have ``size_bytes``."""
         self.flush()
-        answer = self._receive_exactly(_ANSWER_SIZE.size + size_bytes)
-        (announced,) = _ANSWER_SIZE.unpack_from(answer)
+        answer = self._receive_exactly(ANSWER_SIZE.size + size_bytes)
+        (announced,) = ANSWER_SIZE.unpack_from(answer)
         if announced != size_bytes:
             raise WireError(
                 f"{self._address} answered with {announced} bytes instead of {size_bytes}."
             )
-        return answer[_ANSWER_SIZE.size :]
+        return answer[ANSWER_SIZE.size :]
 
     def exchange(self, command: Command, payload: Buffer, answer_bytes: int) -> memoryview:
         """Send one request and return its answer."""
+        limit_receiving(self._socket, self._timeout_seconds)
         self.queue(encode_request(command, payload))
         return self.receive(answer_bytes)
+
+    @property
+    def connection(self) -> socket.socket:
+        """For who sends and receives himself while no answer is waited for here.
+
+        How long its reads block may be changed: what is asked here waits as it was told.
+        """
+        return self._socket
 
     def call(self, command: Command, payload: Buffer = b"") -> memoryview:
         """Send a request whose answer, if it has one, is of a fixed size; return the answer."""

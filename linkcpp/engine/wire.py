@@ -22,9 +22,9 @@ TENSOR_BYTES = 296
 CAPABILITY_BYTES = 24
 
 REQUEST_HEADER = struct.Struct("<BQ")
-_ANSWER_HEADER = struct.Struct("<Q")
+ANSWER_SIZE = struct.Struct("<Q")
 REQUEST_HEADER_BYTES = REQUEST_HEADER.size
-ANSWER_HEADER_BYTES = _ANSWER_HEADER.size
+ANSWER_HEADER_BYTES = ANSWER_SIZE.size
 
 Buffer = bytes | bytearray | memoryview
 
@@ -201,12 +201,12 @@ def request_header(command: Command, payload_bytes: int) -> bytes:
 
 def encode_answer(payload: Buffer = b"") -> bytes:
     """Frame one answer."""
-    return _ANSWER_HEADER.pack(len(payload)) + payload
+    return ANSWER_SIZE.pack(len(payload)) + payload
 
 
 def answer_header(payload_bytes: int) -> bytes:
     """Return the eight bytes before an answer's payload."""
-    return _ANSWER_HEADER.pack(payload_bytes)
+    return ANSWER_SIZE.pack(payload_bytes)
 
 
 class _Assembler:
@@ -387,7 +387,7 @@ class AnswerParser:
             header = self._assembler.take(ANSWER_HEADER_BYTES)
             if header is None:
                 return None
-            (size_bytes,) = _ANSWER_HEADER.unpack(header)
+            (size_bytes,) = ANSWER_SIZE.unpack(header)
             if size_bytes != expected:
                 raise WireError(
                     f"The answer to {command.name} has {size_bytes} bytes instead of {expected}."

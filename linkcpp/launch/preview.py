@@ -107,7 +107,9 @@ def _worker(plan: Plan, share: ExpertShare) -> PlannedWorker:
         device=share.device,
         slice_bytes=share.memory.weight_bytes,
         experts=describe(share.segments),
-        command=("<python>", "-P", "-m", "linkcpp.worker", "<configuration>"),
+        command=_rpc_server_command(share.device)
+        if share.is_coordinator
+        else ("<python>", "-P", "-m", "linkcpp.worker", "<configuration>"),
     )
 
 

@@ -3,7 +3,8 @@
 import functools
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from linkcpp.engine.ops import OpTable
 from linkcpp.engine.rpc_socket import AllocationError, RpcSocket
 from linkcpp.engine.wire import Buffer
 from linkcpp.worker.chain import ChainError, KeyedChain, check_chain
-from linkcpp.worker.frames import ErrorCode, FrameError, Numbers, Pairs, Rows, Token
+from linkcpp.worker.frames import ErrorCode, FrameError, Numbers, Pairs, Rows, TokenPairs
 from linkcpp.worker.plan import (
     Layout,
     PlanTarget,
@@ -63,6 +64,17 @@ def _used_rows(rows: Rows, row_index: Numbers) -> tuple[Rows, Numbers]:
     return rows[used], (np.cumsum(used, dtype=np.int32) - 1)[row_index]
 
 
+class Step(NamedTuple):
+    """What to send to the rpc-server, and how many bytes it answers behind their number."""
+
+    parts: list[Buffer]
+    answer_bytes: int
+
+
+Steps = Generator[Step, Buffer, Buffer]
+"""Steps that are given their answers; returns all rows as f32 bytes. Raises as ``compute``."""
+
+
 class ExpertCompute:
     """Computes pairs. Not for several threads at once; it owns its connection.
 
@@ -97,30 +109,53 @@ class ExpertCompute:
             FrameError: an expert is not held, or the chain does not fit its weights.
             WireError: the rpc-server failed; this object is of no use afterwards.
         """
+        return self._run(self.steps(chain, pairs))
+
+    def compute_token(self, chain: KeyedChain, token: TokenPairs) -> Buffer:
+        """As ``compute`` for one token, whose chain has one input of one row a token."""
+        return self._run(self.token_steps(chain, token))
+
+    def _run(self, steps: Steps) -> Buffer:
+        step = next(steps)
+        while True:
+            self._rpc.queue(*step.parts)
+            answer = self._rpc.receive(step.answer_bytes)
+            try:
+                step = steps.send(answer)
+            except StopIteration as done:
+                rows: Buffer = done.value
+                return rows
+
+    def steps(self, chain: KeyedChain, pairs: Pairs) -> Steps:
+        """As ``compute`` for who sends and receives on the connection himself.
+
+        Each step is to be sent and answered before the next one is asked for, and all of one
+        ``steps`` before those of another.
+        """
         layer, row_index, expert_ids, inputs = pairs
         most = self._need(chain).most_pairs(len(inputs[0]), self._most_scratch_bytes)
         if len(expert_ids) <= min(most, self._store.most_experts):
-            return self._step(chain, pairs)
+            return (yield self._step(chain, pairs))
         result = np.empty((len(expert_ids), chain.output_width), np.float32)
         for part in split_by_expert(expert_ids, most, self._store.most_experts):
             rows, index = _used_rows(inputs[0], row_index[part])
             chosen = (rows, *(rest[part] for rest in inputs[1:]))
-            answer = self._step(chain, Pairs(layer, index, expert_ids[part], chosen))
+            answer = yield self._step(chain, Pairs(layer, index, expert_ids[part], chosen))
             result[part] = np.frombuffer(answer, np.float32).reshape(len(part), -1)
         return result.data.cast("B")
 
-    def compute_token(self, chain: KeyedChain, token: Token) -> Buffer:
-        """As ``compute`` for one token, whose chain has one input of one row a token."""
+    def token_steps(self, chain: KeyedChain, token: TokenPairs) -> Steps:
+        """As ``steps`` for one token, whose chain has one input of one row a token."""
         layer, expert_ids, row = token
         count = len(expert_ids)
         most = self._need(chain).most_pairs(1, self._most_scratch_bytes)
         if count > min(most, self._store.most_experts):
             rows = np.frombuffer(row, np.float32).reshape(1, -1)
             index, ids = np.zeros(count, np.int32), np.array(expert_ids, np.int32)
-            return self.compute(chain, Pairs(layer, index, ids, (rows,)))
+            return (yield from self.steps(chain, Pairs(layer, index, ids, (rows,))))
         group, local_ids = self._store.locate_few(layer, expert_ids)
         plan = self._plan(chain, group, StepShape(Layout.SHARED, 1, count))
-        return self._run(plan, (_pack_ids(count)(*local_ids), row))
+        return (yield self._filled(plan, (_pack_ids(count)(*local_ids), row)))
 
     def _need(self, keyed: KeyedChain) -> ScratchNeed:
         found = self._needs.get(keyed.key)
@@ -128,7 +163,7 @@ class ExpertCompute:
             found = self._needs[keyed.key] = scratch_need(keyed.chain)
         return found
 
-    def _step(self, chain: KeyedChain, pairs: Pairs) -> Buffer:
+    def _step(self, chain: KeyedChain, pairs: Pairs) -> Step:
         layer, row_index, expert_ids, inputs = pairs
         group, local_ids = self._store.locate(layer, expert_ids)
         rows, count = len(inputs[0]), len(expert_ids)
@@ -143,16 +178,15 @@ class ExpertCompute:
         if layout is Layout.GATHERED:
             pieces.append(row_index)
         pieces += inputs
-        return self._run(plan, [np.ascontiguousarray(piece).data.cast("B") for piece in pieces])
+        return self._filled(plan, [np.ascontiguousarray(piece).data.cast("B") for piece in pieces])
 
-    def _run(self, plan: StepPlan, pieces: Sequence[Buffer]) -> Buffer:
+    def _filled(self, plan: StepPlan, pieces: Sequence[Buffer]) -> Step:
         parts: list[Buffer] = [plan.set_head]
         for piece, padding in zip(pieces, plan.paddings, strict=True):
             parts += (piece, padding)
         parts.append(plan.rerun if plan is self._last else plan.run)
         self._last = plan
-        self._rpc.queue(*parts)
-        return self._rpc.receive(plan.answer_bytes)
+        return Step(parts, plan.answer_bytes)
 
     def _plan(self, keyed: KeyedChain, group: Group, shape: StepShape) -> StepPlan:
         chain_key, chain = keyed.key, keyed.chain

@@ -8,6 +8,7 @@ import functools
 import hmac
 import json
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -295,15 +296,15 @@ def parse_compute_head(payload: Buffer, limits: Limits) -> ComputeHead:
     return ComputeHead(chain_id, layer, rows, pairs, width, types[0], types[1], inputs)
 
 
-class Token(NamedTuple):
+class TokenPairs(NamedTuple):
     """The experts of one token: its row as f32 bytes, wherever those lie."""
 
     layer: int
-    expert_ids: tuple[int, ...]
+    expert_ids: Sequence[int]
     row: Buffer
 
 
-def parse_token(payload: memoryview, head: ComputeHead, chain: KeyedChain) -> Token | None:
+def parse_token(payload: memoryview, head: ComputeHead, chain: KeyedChain) -> TokenPairs | None:
     """Read COMPUTE for a single row without numpy's price for arrays of a few elements.
 
     ``None`` where it is anything else, or not sound: ``parse_compute`` tells.
@@ -322,7 +323,7 @@ def parse_token(payload: memoryview, head: ComputeHead, chain: KeyedChain) -> To
     ):
         return None
     numbers = _few_numbers(2 * pairs).unpack_from(payload, COMPUTE.size)
-    return None if any(numbers[:pairs]) else Token(head.layer, numbers[pairs:], payload[at:])
+    return None if any(numbers[:pairs]) else TokenPairs(head.layer, numbers[pairs:], payload[at:])
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from linkcpp.dispatch.checks import RowCheck, held_experts, majority
-from linkcpp.dispatch.process import WorkerEntry
+from linkcpp.dispatch.control import NewWorker
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.agreement import Verdict
@@ -44,9 +44,9 @@ class Meddler:
         threading.Thread(target=self._serve, daemon=True).start()
 
     @property
-    def entry(self) -> WorkerEntry:
+    def entry(self) -> NewWorker:
         port = self._listener.getsockname()[1]
-        return WorkerEntry(name=self.name, port=port, token=TOKEN)
+        return NewWorker(name=self.name, port=port, token=TOKEN)
 
     def close(self) -> None:
         self._listener.close()
@@ -100,12 +100,12 @@ class Cluster:
         running = running_worker(self.engine, self.model, share, self.folder, name=name)
         return self.stack.enter_context(running)
 
-    def meddler(self, name: str, change: Change) -> WorkerEntry:
+    def meddler(self, name: str, change: Change) -> NewWorker:
         meddler = Meddler(name, self.worker(f"{name}-behind"), change)
         self.stack.callback(meddler.close)
         return meddler.entry
 
-    def device(self, entries: list[WorkerEntry], *, full: bool, **options: Any) -> Device:
+    def device(self, entries: list[NewWorker], *, full: bool, **options: Any) -> Device:
         model = str(self.model) if full else None
         running = running_device(
             self.engine, self.model, entries, self.folder, fallback_model=model, **options

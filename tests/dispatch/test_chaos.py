@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linkcpp.dispatch.process import WorkerEntry
+from linkcpp.dispatch.control import NewWorker
 from linkcpp.engine.records import EngineLocation
 from tests.dispatch.test_exactness import SHORT, even_shares
 from tests.support import models
@@ -48,8 +48,8 @@ class Relay:
         self.is_stalled = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def entry(self, name: str) -> WorkerEntry:
-        return WorkerEntry(name=name, port=self._listener.getsockname()[1], token=TOKEN)
+    def entry(self, name: str) -> NewWorker:
+        return NewWorker(name=name, port=self._listener.getsockname()[1], token=TOKEN)
 
     def cut(self) -> None:
         self.is_down = True

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
-from linkcpp.dispatch.process import WorkerEntry
+from linkcpp.dispatch.control import NewWorker
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_socket import send_all
 from linkcpp.model.slices.segments import Segment
@@ -63,7 +63,7 @@ class Faults:
             running_worker(self.engine, self.model, share, self.folder, name=name, **options)
         )
 
-    def serve(self, workers: list[WorkerEntry], **options: Any) -> tuple[Device, Server]:
+    def serve(self, workers: list[NewWorker], **options: Any) -> tuple[Device, Server]:
         device = self.stack.enter_context(
             running_device(self.engine, self.model, workers, self.folder, **options)
         )
@@ -207,8 +207,8 @@ class Liar:
         threading.Thread(target=self._serve, daemon=True).start()
 
     @property
-    def entry(self) -> WorkerEntry:
-        return WorkerEntry(name="liar", port=self.listener.getsockname()[1], token=TOKEN)
+    def entry(self) -> NewWorker:
+        return NewWorker(name="liar", port=self.listener.getsockname()[1], token=TOKEN)
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):

@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from linkcpp.dispatch.holder import Holder, LinkState, WorkerAddress
+from linkcpp.dispatch.holder import Holder, LinkState
 from linkcpp.dispatch.holders import Holders
+from linkcpp.dispatch.worker_holder import WorkerAddress
 from linkcpp.engine.records import EngineLocation
 from tests.dispatch.test_exactness import even_shares
 from tests.support import models
@@ -55,7 +56,7 @@ def test_workers_that_are_silent_delay_nobody(stock_engine: EngineLocation, tmp_
             assert {holder.detail for holder in waiting} == {"not connected yet"}
             # More than are opened at once: they take turns, and one that is removed is gone.
             later = [holders.add(address) for address in silent[8:]]
-            holders.remove(later[-1].address.name)
+            holders.remove(later[-1].name)
             for holder in waiting:
                 deadline = time.monotonic() + 60
                 while holder.detail == "not connected yet":

@@ -5,7 +5,7 @@ import contextlib
 from pathlib import Path
 from typing import TypeVar
 
-from linkcpp.dispatch.process import WorkerEntry
+from linkcpp.dispatch.control import NewWorker
 from linkcpp.engine.records import EngineLocation
 from linkcpp.node.worker_tunnel import WorkerTunnel
 from tests.node.agents import running_agent
@@ -49,7 +49,7 @@ async def test_a_lost_link_changes_no_bit_and_its_worker_is_used_again(
             made = await a_worker(node, await send(node, tmp_path, *ranges))
             link = await WorkerTunnel.open(node.client, made.worker.worker_id)
             links.append(await tunnels.enter_async_context(link))
-            entries.append(WorkerEntry(name=name, port=link.port, token=made.token))
+            entries.append(NewWorker(name=name, port=link.port, token=made.token))
         device = await running.enter(
             running_device(engine, qwen3moe(), entries, tmp_path, fallback_model=str(qwen3moe()))
         )

@@ -1,8 +1,10 @@
 """Stock rpc-servers for tests, each idle and on a port of its own."""
 
+import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from linkcpp.engine.records import EngineLocation
@@ -20,3 +22,19 @@ async def running_rpc_server(engine: EngineLocation) -> AsyncIterator[int]:
             yield server.port
         finally:
             await server.process.stop()
+
+
+@contextlib.contextmanager
+def rpc_server(engine: EngineLocation) -> Iterator[int]:
+    """As ``running_rpc_server`` where there is no event loop."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    running = running_rpc_server(engine)
+    try:
+        yield asyncio.run_coroutine_threadsafe(running.__aenter__(), loop).result()
+    finally:
+        asyncio.run_coroutine_threadsafe(running.__aexit__(None, None, None), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

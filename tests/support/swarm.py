@@ -16,13 +16,15 @@ from typing import Any
 
 import httpx
 
+from linkcpp.dispatch.control import NewServer, NewWorker
 from linkcpp.dispatch.process import READY_PATTERN as DEVICE_READY
-from linkcpp.dispatch.process import DispatchConfig, WorkerEntry
+from linkcpp.dispatch.process import DispatchConfig
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.process import READY_PATTERN as WORKER_READY
 from linkcpp.worker.process import WorkerConfig
 from tests.support.ports import free_port
+from tests.support.rpc_servers import rpc_server
 
 EXPERT_TENSORS = r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)"
 TOKEN = "worker-token"
@@ -102,9 +104,18 @@ def running_worker(
         yield running
 
 
-def worker_entry(name: str, worker: Running, token: str = TOKEN) -> WorkerEntry:
+def worker_entry(name: str, worker: Running, token: str = TOKEN) -> NewWorker:
     """Tell a virtual device of a worker."""
-    return WorkerEntry(name=name, port=worker.ports[0], token=token)
+    return NewWorker(name=name, port=worker.ports[0], token=token)
+
+
+@contextlib.contextmanager
+def own_server(
+    engine: EngineLocation, model: Path, segments: Sequence[Segment], *, name: str
+) -> Iterator[NewServer]:
+    """Run an rpc-server that a virtual device of this machine gives segments of a model to."""
+    with rpc_server(engine) as port:
+        yield NewServer(name=name, port=port, slabs=str(model), segments=tuple(segments))
 
 
 @dataclass
@@ -142,7 +153,7 @@ class Device:
 def running_device(
     engine: EngineLocation,
     model: Path,
-    workers: Sequence[WorkerEntry],
+    workers: Sequence[NewWorker],
     folder: Path,
     **options: Any,
 ) -> Iterator[Device]:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from linkcpp.common.resources import resource_folder
-from linkcpp.dispatch.process import WorkerEntry
+from linkcpp.dispatch.control import NewWorker
 from linkcpp.model.slices.writing import write_backbone
 from linkcpp.verify.generation import TextServer
 from linkcpp.verify.prompts import load_prompts
@@ -149,7 +149,7 @@ def test_a_deployment_of_several_sequences_is_verified_one_sequence_at_a_time(
     assert found["text"]["position_count"] == found["text"]["equal_count"] == 12
 
 
-def _add_worker(access: dict[str, Any], entry: WorkerEntry) -> None:
+def _add_worker(access: dict[str, Any], entry: NewWorker) -> None:
     answer = httpx.post(
         f"http://127.0.0.1:{access['port']}/workers",
         json=entry.model_dump(),

@@ -23,7 +23,8 @@ from linkcpp.launch.experts.fallback import fallback_room
 from linkcpp.launch.experts.files import Backbone, ExpertFiles
 from linkcpp.launch.experts.front import READY_PATTERN as FRONT_READY
 from linkcpp.launch.experts.front import FrontConfig
-from linkcpp.launch.experts.members import Circumstances, Member, members_of
+from linkcpp.launch.experts.member import Circumstances, Member
+from linkcpp.launch.experts.members import members_of
 from linkcpp.launch.experts.programs import Program, start_program
 from linkcpp.launch.experts.records import ExpertsState
 from linkcpp.launch.experts.watching import watch_dispatcher, watch_program

@@ -7,12 +7,14 @@ import httpx
 from pydantic import ValidationError
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.dispatch.control import DispatchStatus, NewWorker
+from linkcpp.dispatch.control import DispatchStatus, NewServer, NewWorker
 from linkcpp.dispatch.process import READY_PATTERN, DispatchConfig
 from linkcpp.engine.rpc_server import LOOPBACK
 from linkcpp.launch.experts.programs import Program, start_program
 
 _CALL_SECONDS = 10.0
+
+NewHolder = NewWorker | NewServer
 
 
 class Dispatcher:
@@ -63,14 +65,14 @@ class Dispatcher:
         except ValidationError as error:
             raise LinkcppError(f"The dispatch process answers nonsense: {error}.") from error
 
-    async def add(self, name: str, port: int, token: str) -> None:
-        """Have it use a worker at a port of this machine from now on.
+    async def add(self, holder: NewHolder) -> None:
+        """Have it use a worker, or an rpc-server of this machine, from now on.
 
         Raises:
-            LinkcppError: it does not answer, or has a worker of that name.
+            LinkcppError: it does not answer, or has one of that name.
         """
-        worker = NewWorker(name=name, port=port, token=token)
-        await self._call("POST", "/workers", worker.model_dump_json())
+        path = "/servers" if isinstance(holder, NewServer) else "/workers"
+        await self._call("POST", path, holder.model_dump_json())
 
     async def remove(self, name: str) -> None:
         """Have it do without a worker; also fine when it has none of that name."""

@@ -1,0 +1,133 @@
+"""A share of the plan's experts on a node: found, sliced for, started, watched, given back."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from linkcpp.common.errors import LinkcppError
+from linkcpp.dispatch.control import NewWorker as WorkerLink
+from linkcpp.launch.experts.delivery import Delivery
+from linkcpp.launch.experts.events import WorkerFound
+from linkcpp.launch.experts.member import Member
+from linkcpp.launch.experts.records import WorkerPhase
+from linkcpp.launch.finding import FoundNode
+from linkcpp.launch.watch import RENEW_SECONDS
+from linkcpp.node.client import NodeClient, NodeError, NodeRefusedError
+from linkcpp.node.records import NewWorker, ServerState, WorkerId, WorkerRequest
+from linkcpp.node.worker_tunnel import WorkerTunnel
+
+# A link that hiccups opens again by itself; a node that went away has to be found anew.
+SILENCE_SECONDS = 3.0
+LOOK_SECONDS = 0.25
+GIVE_BACK_SECONDS = 5.0
+
+
+class RemoteMember(Member):
+    """A share on a node."""
+
+    _last_worker: WorkerId | None = None
+
+    async def _serve(self) -> str:
+        node = await self._around.find(self._share)
+        try:
+            self._emit(WorkerFound(self._index, node.url, node.rtt_ms, node.client.way()))
+            if problem := node.record.engine_problem:
+                raise LinkcppError(
+                    f"The engine of {node.record.name} cannot be used: {problem.message}",
+                    hint=problem.hint,
+                )
+            self._move(WorkerPhase.SLICING)
+            delivery = Delivery(self._index, self._share, node, self._around.files, self._emit)
+            slice_id = await delivery.run()
+            self._move(WorkerPhase.STARTING)
+            request = WorkerRequest(
+                deployment=self._around.deployment,
+                slice_ids=(slice_id,),
+                device=self._share.device,
+            )
+            async with self._worker(node.client, request) as new:
+                return await self._use(node, new)
+        finally:
+            await node.client.aclose()
+
+    @asynccontextmanager
+    async def _worker(self, client: NodeClient, request: WorkerRequest) -> AsyncIterator[NewWorker]:
+        if self._last_worker is not None:
+            # It may have outlived a lost link, and takes memory that the next one needs.
+            await client.delete_worker(self._last_worker)
+        creation = asyncio.create_task(client.create_worker(request))
+        try:
+            new = await asyncio.shield(creation)
+        except asyncio.CancelledError:
+            # The node goes on creating it, so its id must be had to give it back.
+            with contextlib.suppress(NodeError):
+                await _give_back(client, (await creation).worker.worker_id)
+            raise
+        self._last_worker = new.worker.worker_id
+        try:
+            yield new
+        finally:
+            await _give_back(client, new.worker.worker_id)
+
+    async def _use(self, node: FoundNode, new: NewWorker) -> str:
+        worker_id = new.worker.worker_id
+        ready = await node.client.wait_worker(worker_id)
+        async with (
+            await WorkerTunnel.open(node.client, worker_id) as tunnel,
+            self._joined(self._link(tunnel.port, new.token), worker_id, ready.slab_bytes),
+        ):
+            return await self._watch(node, worker_id, tunnel)
+
+    def _link(self, port: int, token: str) -> WorkerLink:
+        return WorkerLink(name=self._holder_name(), port=port, token=token)
+
+    async def _watch(self, node: FoundNode, worker_id: WorkerId, tunnel: WorkerTunnel) -> str:
+        """Renew the lease; returns why the worker, or the way to it, is gone."""
+        gone = asyncio.create_task(tunnel.wait_gone())
+        try:
+            silent_since: float | None = None
+            renew_at = time.monotonic()
+            while True:
+                await asyncio.wait({gone}, timeout=LOOK_SECONDS)
+                if gone.done():
+                    return gone.result()
+                now = time.monotonic()
+                if tunnel.is_up and now < renew_at:
+                    continue
+                renew_at = now + RENEW_SECONDS
+                if not tunnel.is_up:
+                    silent_since = silent_since or now
+                    if now - silent_since > SILENCE_SECONDS:
+                        return tunnel.lost_reason or "its link was lost"
+                elif (end := await self._renew(node, worker_id)) is not None:
+                    return end
+                else:
+                    silent_since = None
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+
+    async def _renew(self, node: FoundNode, worker_id: WorkerId) -> str | None:
+        """Renew once; returns why the worker is gone, if it is."""
+        asked_at = time.perf_counter()
+        try:
+            worker = await node.client.renew_worker(worker_id)
+        except NodeRefusedError as error:
+            return error.message
+        except NodeError:
+            # The link tells sooner than a call that was not answered whether the node is there.
+            return None
+        if worker.state in (ServerState.FAILED, ServerState.STOPPED):
+            return f"its worker ended: {worker.detail or worker.state.value}"
+        rtt_ms = (time.perf_counter() - asked_at) * 1000
+        self._emit(WorkerFound(self._index, node.url, rtt_ms, node.client.way()))
+        return None
+
+
+async def _give_back(client: NodeClient, worker_id: WorkerId) -> None:
+    """Stop a worker; on a node that does not answer it ends by its lease."""
+    with contextlib.suppress(LinkcppError, TimeoutError):
+        async with asyncio.timeout(GIVE_BACK_SECONDS):
+            await client.delete_worker(worker_id)
