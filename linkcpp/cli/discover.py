@@ -138,7 +138,7 @@ async def _watch(search: _Search, remarks: list[str], *, as_json: bool) -> None:
     if as_json:
         while True:
             found = await search.again()
-            print(json.dumps(found.model_dump(mode="json"), ensure_ascii=False), flush=True)
+            print(json.dumps(found.model_dump(mode="json")), flush=True)
             await asyncio.sleep(_PAUSE_SECONDS)
     out = console(_TABLE_COLUMNS)
     shown: RenderableType = Text("Looking for nodes…")

@@ -38,7 +38,8 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")
     ] = False,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Print the lines as they are, without a name before each.")
+        bool,
+        typer.Option("--raw", help="Print the lines alone, and whatever is in them as it is."),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document: each program and its lines.")
@@ -78,6 +79,8 @@ async def _follow(
 def _show(part: LogPart, *, raw: bool) -> None:
     screen = console()
     for line in part.lines:
-        # What programs print is text, whatever markup it looks like.
-        prefix = Text("" if raw else f"{part.source} | ", style="dim")
-        screen.print(prefix + Text(line), soft_wrap=True)
+        if raw:
+            print(line, flush=True)
+        else:
+            # What programs print is text, whatever markup it looks like.
+            screen.print(Text.assemble((f"{part.source} | ", "dim"), line), soft_wrap=True)

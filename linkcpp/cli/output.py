@@ -4,12 +4,12 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from pydantic import BaseModel
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -19,12 +19,27 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.segment import Segment
+
+from linkcpp.common.text import printable_lines
 
 _LINE_SECONDS = 10.0
 _ID_IN_BRACKETS = re.compile(r" \([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\)")
 
 
-class _DataConsole(Console):
+class PrintableConsole(Console):
+    """A console on which no text controls the terminal, wherever it comes from."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Lay something out; what is not printable in its text is replaced."""
+        for segment in super().render(renderable, options):
+            is_own = segment.control is not None
+            yield segment if is_own else segment._replace(text=printable_lines(segment.text))
+
+
+class _DataConsole(PrintableConsole):
     """A console whose reader may go away: what that means is for ``cli.main`` to say."""
 
     def on_broken_pipe(self) -> NoReturn:
@@ -45,7 +60,7 @@ def console(least_columns: int = 40) -> Console:
 
 def status_console() -> Console:
     """Give the console for progress and remarks, on stderr, so that stdout stays data."""
-    return Console(stderr=True, highlight=False)
+    return PrintableConsole(stderr=True, highlight=False)
 
 
 def print_json(value: Any) -> None:

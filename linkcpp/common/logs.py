@@ -14,6 +14,7 @@ from typing import Final
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.request_ids import current_request_id
+from linkcpp.common.text import printable_lines
 
 LOG_FORMAT_VARIABLE: Final = "LINKCPP_LOG_FORMAT"
 REQUEST_LOGGER: Final = "linkcpp.requests"
@@ -66,7 +67,10 @@ def said_in_line(line: str) -> str:
 
 
 class _LineFormatter(logging.Formatter):
-    """Writes lines for people; those of requests, which are all fields, in words."""
+    """Writes lines for people; those of requests, which are all fields, in words.
+
+    Nothing in them controls a terminal: other machines' words may be there.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         if record.name == REQUEST_LOGGER:
@@ -75,7 +79,7 @@ class _LineFormatter(logging.Formatter):
             if "problem" in told:
                 text += f": {told['problem']}"
             record = logging.makeLogRecord(told | {"msg": text, "args": ()})
-        return super().format(record)
+        return printable_lines(super().format(record))
 
 
 def log_as_json() -> None:

@@ -18,4 +18,15 @@ def printable(text: str, limit: int = LONGEST_NAME) -> str:
     Names come from peers that may be hostile: an escape sequence in one would reach the terminal.
     """
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in cut)
+    return cut if cut.isprintable() else "".join(map(_shown, cut))
+
+
+def printable_lines(text: str) -> str:
+    """Replace the same but line ends and tabs, and cut nothing: for text of many lines."""
+    if text.isprintable():
+        return text
+    return "".join(char if char in "\n\t" else _shown(char) for char in text)
+
+
+def _shown(char: str) -> str:
+    return char if char.isprintable() else "\N{REPLACEMENT CHARACTER}"

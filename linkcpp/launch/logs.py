@@ -72,7 +72,7 @@ def tail_of(path: Path, lines: int) -> tuple[str, ...]:
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ()
-    return tuple(text.splitlines()[-lines:]) if lines else ()
+    return _lines_of(text)[-lines:] if lines else ()
 
 
 def local_tails(folder: DeploymentFolder, lines: int) -> Iterator[LogPart]:
@@ -98,7 +98,7 @@ async def remote_tail(program: Remote, lines: int) -> LogPart:
         return LogPart(source, ("(already stopped)" if is_gone else f"({error.told})",))
     except LinkcppError as error:
         return LogPart(source, (f"({error.message})",))
-    return LogPart(source, tuple(text.splitlines()))
+    return LogPart(source, _lines_of(text))
 
 
 async def _fetch(client: NodeClient, program: Remote, lines: int) -> str:
@@ -153,4 +153,9 @@ def _new_lines(path: Path, positions: dict[Path, int]) -> tuple[str, ...]:
         data = file.read(MAX_TAIL_BYTES)
     end = data.rfind(b"\n") + 1
     positions[path] = position + end
-    return tuple(data[:end].decode(errors="replace").splitlines())
+    return _lines_of(data[:end].decode(errors="replace"))
+
+
+def _lines_of(text: str) -> tuple[str, ...]:
+    # Unicode has more ends of lines, but no program ends a line of its log with one of them.
+    return tuple(text.removesuffix("\n").split("\n")) if text else ()

@@ -13,11 +13,14 @@ import pytest
 import typer
 from rich.cells import cell_len
 from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 from typer.main import get_command
 
 from linkcpp.__main__ import main
 from linkcpp.cli.main import app
-from linkcpp.cli.output import ProgressLines
+from linkcpp.cli.output import ProgressLines, console, status_console
 from linkcpp.cli.verify_report import verification_view
 from linkcpp.cluster.token import create_token
 from linkcpp.common.errors import LinkcppError
@@ -68,6 +71,19 @@ def test_escape_sequences_of_a_header_do_not_reach_the_terminal(tmp_path: Path) 
     assert "2J parts" in ended.stderr
     assert "\x1b" not in ended.stderr
     assert "\x9b" not in ended.stderr
+
+
+def test_no_text_from_elsewhere_controls_the_terminal(
+    capsysbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    hostile = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e\u2028\x85end\tof\r"
+    table = Table("name")
+    table.add_row(hostile)
+    for screen in (console(100), status_console()):
+        screen.print(Text(hostile, style="dim"), table, Panel(hostile), hostile)
+    said = "".join(map(bytes.decode, capsysbinary.readouterr()))
+    assert said.count("end") == 8
+    assert [char for char in said if not char.isprintable() and char != "\n"] == []
 
 
 @pytest.mark.parametrize("name", [b"esc\x1b[31m\n.gguf", b"bad\xff.gguf"])

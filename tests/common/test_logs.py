@@ -35,6 +35,11 @@ def test_for_people_a_request_is_told_in_words(written: io.StringIO) -> None:
     ]
 
 
+def test_nothing_in_a_line_for_people_controls_their_terminal(written: io.StringIO) -> None:
+    logging.getLogger("linkcpp.node").warning("the hub says %s", "\x1b[2J\x9b\u202e\r\tend")
+    assert written.getvalue() == "WARNING the hub says ?[2J???\tend\n".replace("?", "\ufffd")
+
+
 async def test_what_follows_from_a_request_has_its_id_in_log_and_calls() -> None:
     assert request_id_headers() == {}
     assert begin_request([(b"host", b"x"), (b"x-request-id", b"a.B-9:_/+=@")]) == "a.B-9:_/+=@"

@@ -1,7 +1,9 @@
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from linkcpp.cli.logs import logs
 from linkcpp.cli.status import status_view
 from linkcpp.cluster.records import (
     Cluster,
@@ -22,6 +24,7 @@ from linkcpp.launch.events import (
     first_state,
 )
 from linkcpp.launch.finding import FoundNode
+from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.logs import added_lines, tail_of
 from linkcpp.launch.progress import bars_of
 from linkcpp.launch.records import DeploymentState, LaunchRequest, Phase, ProcessIdentity
@@ -199,3 +202,23 @@ def test_the_tail_of_a_log_needs_no_log(tmp_path: Path) -> None:
     log.write_text("".join(f"line {number}\n" for number in range(1000)))
     assert tail_of(log, 2) == ("line 998", "line 999")
     assert tail_of(log, 0) == ()
+    log.write_bytes("one\u2028line\x0c\x85\n\nlast, without an end".encode())
+    assert tail_of(log, 9) == ("one\u2028line\x0c\x85", "", "last, without an end")
+
+
+def test_a_log_is_shown_without_what_controls_the_terminal_or_raw_as_it_is(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsysbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    monkeypatch.setenv("LINKCPP_HOME", str(tmp_path))
+    folder = DeploymentFolder(tmp_path / "state" / "deployments" / "demo")
+    folder.path.mkdir(parents=True)
+    folder.write_state(_state(Phase.STOPPED))
+    hostile = "\x1b[31mred\u202e\u2028end"
+    folder.supervisor_log.write_text(f"{hostile}\nlast\n")
+    logs(name="demo")
+    shown = "supervisor | ?[31mred??end\nsupervisor | last\n".replace("?", "\ufffd")
+    assert capsysbinary.readouterr().out.decode().startswith(shown)
+    logs(name="demo", raw=True)
+    assert capsysbinary.readouterr().out.decode().startswith(f"{hostile}\nlast\n")
