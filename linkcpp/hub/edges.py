@@ -12,7 +12,7 @@ from linkcpp.hub.edge_rows import close_edges, insert_edge, update_gateways
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.identity import HubIdentity
 from linkcpp.hub.machines import unknown_machine
-from linkcpp.hub.presence import has_left, presence
+from linkcpp.hub.presence import presence
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.writer import Writer
 from linkcpp.registry.edges import (
@@ -180,8 +180,8 @@ class Edges:
         if node.role is not Role.NODE:
             raise HubProblem(409, "not_a_node", f"{node.name} joined as {node.role}, not as node.")
         if presence(node.last_seen, now, node.left_at) is Presence.GONE:
-            is_stopped = has_left(node.last_seen, node.left_at)
-            what = "was stopped" if is_stopped else "did not tell of itself for a while"
+            has_left = node.left_at is not None
+            what = "was stopped" if has_left else "did not tell of itself for a while"
             raise HubProblem(
                 409,
                 "node_gone",

@@ -1,4 +1,4 @@
-"""Heartbeats in the database: many rows with one statement."""
+"""What nodes tell of themselves in the database: many rows with one statement."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,19 +17,31 @@ class HeartbeatRow(NamedTuple):
     state: str | None
 
 
-_SEEN = (
-    update(MACHINES)
-    .where(MACHINES.c.node_id == bindparam("id"))
-    .values(last_seen=bindparam("seen"), sequence=bindparam("number"))
-)
+class LeaveRow(NamedTuple):
+    """A node is not there until its next heartbeat."""
+
+    node_id: str
+    left_at: float
+
+
+_OF_NODE = update(MACHINES).where(MACHINES.c.node_id == bindparam("id"))
+# A heartbeat takes an earlier leave back by coming after it, whatever the clock showed at either:
+# it may have been set back between them.
+_SEEN = _OF_NODE.values(last_seen=bindparam("seen"), sequence=bindparam("number"), left_at=None)
 _SEEN_WITH_STATE = _SEEN.values(state=bindparam("new_state"))
+_LEFT = _OF_NODE.values(left_at=bindparam("left"))
 
 
-def write_heartbeats(connection: Connection, rows: Sequence[HeartbeatRow]) -> None:
-    """Write them in the order of their ids, so that no two transactions wait for each other."""
+def write_heartbeats(connection: Connection, rows: Sequence[HeartbeatRow | LeaveRow]) -> None:
+    """Write them as if one by one in the order in which they came.
+
+    In each statement they are in the order of their ids, so that no two transactions wait for each
+    other.
+    """
     plain: list[dict[str, Any]] = []
     whole: list[dict[str, Any]] = []
-    for row in sorted(rows):
+    beats, leaves = _last_of_each(rows)
+    for row in beats:
         values = {"id": row.node_id, "seen": row.last_seen, "number": row.sequence}
         if row.state is None:
             plain.append(values)
@@ -39,3 +51,21 @@ def write_heartbeats(connection: Connection, rows: Sequence[HeartbeatRow]) -> No
         connection.execute(_SEEN, plain)
     if whole:
         connection.execute(_SEEN_WITH_STATE, whole)
+    if leaves:
+        connection.execute(_LEFT, [{"id": row.node_id, "left": row.left_at} for row in leaves])
+
+
+def _last_of_each(
+    rows: Sequence[HeartbeatRow | LeaveRow],
+) -> tuple[list[HeartbeatRow], list[LeaveRow]]:
+    """Return each node's last heartbeat, with the last state, and its leave if that came later."""
+    beats: dict[str, HeartbeatRow] = {}
+    leaves: dict[str, LeaveRow] = {}
+    for row in rows:
+        if isinstance(row, LeaveRow):
+            leaves[row.node_id] = row
+            continue
+        leaves.pop(row.node_id, None)
+        earlier = beats.get(row.node_id, row)
+        beats[row.node_id] = row._replace(state=row.state or earlier.state)
+    return [beats[node_id] for node_id in sorted(beats)], [leaves[key] for key in sorted(leaves)]

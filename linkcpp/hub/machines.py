@@ -10,7 +10,7 @@ from sqlalchemy.engine import Row
 
 from linkcpp.hub.directory import Machine
 from linkcpp.hub.join_tokens import check_role, find_join_token, use_join_token
-from linkcpp.hub.presence import has_left, presence
+from linkcpp.hub.presence import presence
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.schema import MACHINES
 from linkcpp.registry.encoding import fingerprint
@@ -97,11 +97,6 @@ def revoke(connection: Connection, node_id: str, now: float) -> None:
         raise unknown_machine()
 
 
-def leave(connection: Connection, node_id: str, now: float) -> None:
-    """Note that a machine is not there until it is heard again."""
-    connection.execute(update(MACHINES).where(MACHINES.c.node_id == node_id).values(left_at=now))
-
-
 def upsert(
     connection: Connection,
     table: Table,
@@ -164,7 +159,7 @@ def _machine_json(row: Row[Any], now: float) -> str:
             "joined_at": row.joined_at,
             "is_revoked": row.revoked_at is not None,
             "presence": presence(row.last_seen, now, row.left_at),
-            "has_left": has_left(row.last_seen, row.left_at),
+            "has_left": row.left_at is not None,
             "last_seen": row.last_seen,
             "state": None,
         }

@@ -12,19 +12,14 @@ def presence(last_seen: float | None, now: float, left_at: float | None = None) 
     """Tell whether a node's heartbeats come: stale after three missed ones, gone after ten.
 
     The first one is missed when its time has come and it has not. A node that said that it leaves
-    is gone at once.
+    is gone at once: ``left_at`` is ``None`` again once it was heard after that.
     """
-    if last_seen is None or has_left(last_seen, left_at):
+    if last_seen is None or left_at is not None:
         return Presence.GONE
     missed = (now - last_seen) / HEARTBEAT_SECONDS
     if missed >= _GONE_AFTER_MISSED:
         return Presence.GONE
     return Presence.STALE if missed >= _STALE_AFTER_MISSED else Presence.ONLINE
-
-
-def has_left(last_seen: float | None, left_at: float | None) -> bool:
-    """Tell whether a node said that it leaves, and was not heard since."""
-    return left_at is not None and (last_seen is None or last_seen <= left_at)
 
 
 def is_gateway_online(last_seen: float, now: float) -> bool:

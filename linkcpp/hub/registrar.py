@@ -9,7 +9,7 @@ from linkcpp.hub.directory import Directory, Gateway, Machine
 from linkcpp.hub.edge_rows import close_edges_of
 from linkcpp.hub.edges import Edges
 from linkcpp.hub.events import EventSockets
-from linkcpp.hub.heartbeat_rows import HeartbeatRow
+from linkcpp.hub.heartbeat_rows import HeartbeatRow, LeaveRow
 from linkcpp.hub.identity import HubIdentity
 from linkcpp.hub.nonces import NonceMemory
 from linkcpp.hub.problems import HubProblem, revoked
@@ -111,10 +111,12 @@ class Registrar:
         ``None`` stands for the answer that has nothing new, which is nearly every one.
         """
         now = self._clock()
-        machine = self._directory.machines[node_id]
         state = body.state.model_dump_json() if body.state is not None else None
         await self._writer.heartbeat(HeartbeatRow(node_id, now, body.sequence, state))
+        # Only now: it may have joined again meanwhile.
+        machine = self._directory.machines[node_id]
         machine.last_seen = now
+        machine.left_at = None
         if body.state is not None:
             machine.take_state(body.state)
         offers = self._edges.take_waiting(node_id)
@@ -131,7 +133,7 @@ class Registrar:
     async def leave(self, node_id: str) -> None:
         """Note that a node stops; its next heartbeat brings it back. Its edges wait for that."""
         now = self._clock()
-        await self._writer.write(lambda connection: machines.leave(connection, node_id, now))
+        await self._writer.heartbeat(LeaveRow(node_id, now))
         self._directory.machines[node_id].left_at = now
 
     async def revoke(self, node_id: str) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from linkcpp.hub.database import describe_error, disk_full
-from linkcpp.hub.heartbeat_rows import HeartbeatRow, write_heartbeats
+from linkcpp.hub.heartbeat_rows import HeartbeatRow, LeaveRow, write_heartbeats
 from linkcpp.hub.problems import HubProblem
 
 _T = TypeVar("_T")
@@ -40,7 +40,7 @@ class _Job(NamedTuple):
 
 
 class _Beat(NamedTuple):
-    row: HeartbeatRow
+    row: HeartbeatRow | LeaveRow
     done: asyncio.Future[None]
 
 
@@ -72,8 +72,10 @@ class Writer:
         self._hurry.set()
         return await done
 
-    async def heartbeat(self, row: HeartbeatRow) -> None:
-        """Note that a node is alive; returns once it is committed.
+    async def heartbeat(self, row: HeartbeatRow | LeaveRow) -> None:
+        """Note that a node is alive, or that it leaves; returns once it is committed.
+
+        Of one node the later call counts, and is the later one to return.
 
         Raises:
             HubProblem: the database cannot be written to now.
@@ -129,7 +131,7 @@ class Writer:
         for beat in beats:
             _finish(beat.done, noted)
 
-    def _commit(self, jobs: Sequence[_Job], rows: Sequence[HeartbeatRow]) -> list[Any]:
+    def _commit(self, jobs: Sequence[_Job], rows: Sequence[HeartbeatRow | LeaveRow]) -> list[Any]:
         results: list[Any] = []
         with self._engine.begin() as connection:
             for job in jobs:

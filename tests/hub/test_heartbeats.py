@@ -1,10 +1,12 @@
 """Heartbeats: who is there, and what a node learns by them."""
 
+import asyncio
 import uuid
 
 import pytest
 from sqlalchemy import insert
 
+from linkcpp.hub.heartbeat_rows import HeartbeatRow, LeaveRow
 from linkcpp.hub.machines import nodes_json
 from linkcpp.hub.presence import is_gateway_online, presence
 from linkcpp.hub.schema import MACHINES
@@ -100,6 +102,49 @@ async def test_a_node_that_leaves_is_gone_at_once_and_a_heartbeat_brings_it_back
     await node.client.heartbeat(Heartbeat(sequence=0, state=node_state(node)))
     back = await backbone.client.node(node.node_id)
     assert (back.presence, back.has_left) == (Presence.ONLINE, False)
+    assert await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
+
+
+async def test_a_heartbeat_takes_a_leave_back_though_the_hubs_clock_was_set_back(
+    hub: RunningHub,
+) -> None:
+    node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
+    await node.client.leave()
+    hub.clock.offset = -600
+    beat = await hub.http.post("/v1/heartbeat", headers=node.headers, json={"sequence": 1})
+    seen = await hub.http.get(f"/v1/nodes/{node.node_id}", headers=backbone.headers)
+    asked = {"node_id": node.node_id}
+    edge = await hub.http.post("/v1/edges", headers=backbone.headers, json=asked)
+    assert (beat.status_code, edge.status_code) == (200, 201)
+    assert (seen.json()["presence"], seen.json()["has_left"]) == ("online", False)
+
+
+async def test_of_what_is_written_at_once_of_a_node_the_last_counts(hub: RunningHub) -> None:
+    node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
+    state = node_state(node).model_dump_json()
+    plain, whole = (HeartbeatRow(node.node_id, 5.0, 1, told) for told in (None, state))
+    leave = LeaveRow(node.node_id, 5.0)
+    seen = []
+    for rows in ((plain, leave), (leave, whole, plain), (whole, leave, leave), (leave, plain)):
+        async with asyncio.timeout(20):
+            await asyncio.gather(*map(hub.hub.writer.heartbeat, rows))
+        seen.append((await backbone.client.node(node.node_id)).has_left)
+    assert seen == [True, False, True, False]
+    assert (await backbone.client.node(node.node_id)).state is not None
+
+
+async def test_a_machine_that_joins_again_while_its_heartbeat_is_written_is_online(
+    hub: RunningHub,
+) -> None:
+    node = await hub.online_node()
+    backbone = await hub.machine(Role.BACKBONE)
+    hub.clock.offset = 200
+    token = await hub.join_token()
+    again = hub.join_body(token, node_id=node.node_id, keys=node.keys, name=node.name)
+    beat = Heartbeat(sequence=1)
+    registrar = hub.hub.registrar
+    await asyncio.gather(registrar.heartbeat(node.node_id, beat), registrar.join(again))
+    assert (await backbone.client.node(node.node_id)).presence is Presence.ONLINE
     assert await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
 
 
