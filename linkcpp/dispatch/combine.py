@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from linkcpp.dispatch.graph import ExpertCall, Segment
+from linkcpp.dispatch.layout import Span, byte_span, has_no_gaps, lies_row_by_row
 from linkcpp.engine.ops import OpTable
-from linkcpp.engine.wire_tensor import Tensors
+from linkcpp.engine.wire_tensor import FLAG_COMPUTE, Tensors
 from linkcpp.worker.step_graph import F32
 
 Array = npt.NDArray[Any]
@@ -35,7 +36,14 @@ class Ending(NamedTuple):
 
 
 def find_ending(segment: Segment, call: ExpertCall, ops: OpTable) -> Ending | None:
-    """Recognise what follows the experts; ``None`` where it is anything else than that sum."""
+    """Recognise what follows the experts; ``None`` where it is anything else than that sum.
+
+    Raises:
+        RequestError: a tensor has an unknown type.
+    """
+    # The weighting, a view of each slot, what adds them up, and the residual.
+    if len(segment.node_ids) > 2 * call.slot_count + 1:
+        return None
     return _Reader(segment, call, ops).read()
 
 
@@ -76,26 +84,24 @@ class _Reader:
         self._sums: dict[int, _Sum] = {}
         self._weights: Tensors | None = None
         self._residual: Tensors | None = None
+        # Which tensors still are what they were made, or were before the experts.
+        self._intact: dict[int, Span] = {
+            number: byte_span(record)
+            for number, record in self._records.items()
+            if number not in self._nodes
+        }
+        self._write(call.output)
 
     def read(self) -> Ending | None:
         """Read node after node; ``None`` at the first that does not belong to a sum."""
         for number in self._nodes:
             node = self._records[number]
             sources = [int(source) for source in node["src"] if source]
-            op = self._ops.op_name(int(node["op"]))
-            if int(node["type"]) != F32:
+            is_computed = int(node["flags"]) & FLAG_COMPUTE and int(node["type"]) == F32
+            if not is_computed or not self._intact.keys() >= set(sources):
                 return None
-            if op == "MUL" and self._is_weighting(node, sources):
-                self._weighted = number
-                continue
-            found = None
-            if op == "VIEW":
-                found = self._slot(node, sources)
-            elif op == "ADD" and self._is_row(node):
-                found = self._add(sources)
-            if found is None:
+            if not self._read_node(node, sources):
                 return None
-            self._sums[number] = found
         last = self._nodes[-1]
         total = self._sums.get(last)
         if total is None or self._weights is None:
@@ -103,6 +109,30 @@ class _Reader:
         if total.count != self._call.slot_count or (total.is_single and total.count != 1):
             return None
         return Ending(self._weights, self._residual, self._records[last])
+
+    def _read_node(self, node: Tensors, sources: list[int]) -> bool:
+        """Take a node as the next step of the sum; ``False`` where it is none."""
+        number = int(node["id"])
+        op = self._ops.op_name(int(node["op"]))
+        if op == "MUL" and self._is_weighting(node, sources):
+            self._weighted = number
+            self._write(node)
+            return True
+        found = None
+        if op == "VIEW" and (found := self._slot(node, sources)):
+            self._intact[number] = byte_span(node)
+        elif op == "ADD" and self._is_row(node) and (found := self._add(sources)):
+            self._write(node)
+        if found is None:
+            return False
+        self._sums[number] = found
+        return True
+
+    def _write(self, node: Tensors) -> None:
+        """Take note that a node has its result now, and whatever was in that place is gone."""
+        place = byte_span(node)
+        kept = {other: old for other, old in self._intact.items() if not old.overlaps(place)}
+        self._intact = {**kept, int(node["id"]): place}
 
     def _is_weighting(self, node: Tensors, sources: list[int]) -> bool:
         """Whether it is the rows times (1, slot, token), for the first time."""
@@ -112,20 +142,22 @@ class _Reader:
         weights = self._outer(sources[1])
         if weights is None or weights["ne"].tolist() != [1, call.slot_count, call.token_count, 1]:
             return False
-        if node["ne"].tolist() != call.output["ne"].tolist() or not _is_dense(node):
+        if node["ne"].tolist() != call.output["ne"].tolist() or not has_no_gaps(node):
             return False
         self._weights = weights
         return True
 
     def _outer(self, number: int) -> Tensors | None:
-        """Return a tensor of f32 that was there before the experts."""
+        """Return a tensor of f32 that was there before the experts and can be read row by row."""
         record = self._records.get(number)
         is_own = number in self._nodes or number == int(self._call.output["id"])
-        return None if record is None or is_own or int(record["type"]) != F32 else record
+        if record is None or is_own or int(record["type"]) != F32:
+            return None
+        return record if lies_row_by_row(record) else None
 
     def _is_row(self, node: Tensors) -> bool:
         width = int(self._call.output["ne"][0])
-        return node["ne"].tolist() == [width, self._call.token_count, 1, 1] and _is_dense(node)
+        return node["ne"].tolist() == [width, self._call.token_count, 1, 1] and has_no_gaps(node)
 
     def _slot(self, node: Tensors, sources: list[int]) -> _Sum | None:
         """Read a view of one slot of all weighted rows."""
@@ -135,8 +167,9 @@ class _Reader:
         width, tokens = int(base["ne"][0]), self._call.token_count
         offset = int(node["data"]) - int(base["data"])
         is_slot = node["ne"].tolist() == [width, tokens, 1, 1] and offset % (4 * width) == 0
+        steps, wanted = node["nb"].tolist()[:2], [4, int(base["nb"][2])]
         # With one token the step from one to the next means nothing.
-        if not is_slot or (tokens > 1 and int(node["nb"][1]) != int(base["nb"][2])):
+        if not is_slot or (steps != wanted if tokens > 1 else steps[0] != 4):
             return None
         slot = offset // (4 * width)
         return _Sum(slot + 1, is_single=True) if 0 <= slot < self._call.slot_count else None
@@ -163,9 +196,3 @@ class _Reader:
             return None
         self._residual = residual
         return _Sum(total.count, total.is_single, has_residual=True)
-
-
-def _is_dense(tensor: Tensors) -> bool:
-    first, second, third, _ = tensor["ne"].tolist()
-    strides: list[int] = tensor["nb"].tolist()
-    return strides == [4, 4 * first, 4 * first * second, 4 * first * second * third]

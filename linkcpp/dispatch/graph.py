@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.text import printable
+from linkcpp.dispatch.layout import byte_span
 from linkcpp.engine.ops import OpTable
 from linkcpp.engine.wire_tensor import Graph, Tensors, tensor_names
 from linkcpp.worker.chain import (
@@ -77,18 +79,9 @@ def split_graph(graph: Graph, ops: OpTable, owner: Owner) -> list[Part]:
 
     Raises:
         GraphError: a node uses experts in a way that is not row-wise, or the graph is unsound.
+        RequestError: a tensor has an unknown type.
     """
     return _Splitter(graph, ops, owner).split()
-
-
-def byte_span(tensor: Tensors) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor of f32 or i32 and of the one after it."""
-    start = int(tensor["data"])
-    reach = sum(
-        (int(count) - 1) * int(step)
-        for count, step in zip(tensor["ne"].tolist(), tensor["nb"].tolist(), strict=True)
-    )
-    return start, start + reach + 4
 
 
 class _Splitter:
@@ -119,7 +112,7 @@ class _Splitter:
         return row
 
     def _name(self, row: int) -> str:
-        return self._names[row].decode("utf-8", "replace") or f"node {row}"
+        return printable(self._names[row].decode("utf-8", "replace")) or f"node {row}"
 
     def split(self) -> list[Part]:
         readers: dict[int, list[int]] = {}
@@ -182,9 +175,11 @@ class _Splitter:
                 )
         learner = _ChainLearner(self, layer, members)
         learner.learn()
-        return self._finish_call(layer, learner, between)
+        return self._finish_call(layer, learner, span, between)
 
-    def _finish_call(self, layer: int, learner: "_ChainLearner", between: list[int]) -> ExpertCall:
+    def _finish_call(
+        self, layer: int, learner: "_ChainLearner", span: list[int], between: list[int]
+    ) -> ExpertCall:
         assert learner.ids_row is not None  # noqa: S101 - every MUL_MAT_ID and ADD_ID has ids
         outer = [learner.ids_row, *learner.input_rows]
         computed = set(between)
@@ -194,7 +189,10 @@ class _Splitter:
             if row in computed or self._view_sources[row] in computed
         )
         for number, row in enumerate(outer):
-            self._check_survives(row, between if number in late else [], learner)
+            if number in late:
+                self._check_survives(row, between)
+            else:
+                self._check_untouched(row, span, computed)
         return ExpertCall(
             layer=layer,
             chain=learner.chain(),
@@ -207,18 +205,23 @@ class _Splitter:
             late=late,
         )
 
-    def _check_survives(self, row: int, between: list[int], learner: "_ChainLearner") -> None:
+    def _check_untouched(self, row: int, span: list[int], between: set[int]) -> None:
+        """Make sure that an early input is not overwritten before the last expert that reads it."""
+        readers = [other not in between and row in self._sources[other] for other in span]
+        last = len(span) - 1 - readers[::-1].index(True)
+        self._check_apart(row, [other for other in span[:last] if other in between])
+
+    def _check_survives(self, row: int, between: list[int]) -> None:
         """Make sure that a late input is not overwritten by a later node between the experts."""
-        seen = False
-        start, end = byte_span(self._tensors[row])
-        for other in between:
-            if other == row or other == self._view_sources[row]:
-                seen = True
-                continue
-            if not seen or self._op_names[other] in VIEW_OPS:
-                continue
-            low, high = byte_span(self._tensors[other])
-            if low < end and start < high:
+        makers = (row, self._view_sources[row])
+        made = next(at for at, other in enumerate(between) if other in makers)
+        self._check_apart(row, [other for other in between[made:] if other not in makers])
+
+    def _check_apart(self, row: int, others: list[int]) -> None:
+        place = byte_span(self._tensors[row])
+        for other in others:
+            is_view = self._op_names[other] in VIEW_OPS
+            if not is_view and byte_span(self._tensors[other]).overlaps(place):
                 raise GraphError(
                     f"{self._name(other)} overwrites {self._name(row)} between the experts."
                 )

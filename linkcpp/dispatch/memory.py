@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.text import printable
 from linkcpp.engine.rpc_socket import RpcSocket
 from linkcpp.engine.wire_tensor import Tensors
 from linkcpp.model.ggml_types import TYPES_BY_NUMBER
@@ -215,4 +216,4 @@ def without_address(records: bytes | memoryview) -> bytes:
 
 
 def _show(name: bytes) -> str:
-    return name.decode("utf-8", "replace") or "no name"
+    return printable(name.decode("utf-8", "replace")) or "no name"

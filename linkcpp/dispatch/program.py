@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from linkcpp.dispatch.combine import add_up, find_ending
-from linkcpp.dispatch.graph import ExpertCall, Part, Segment, split_graph
+from linkcpp.dispatch.graph import VIEW_OPS, ExpertCall, Part, Segment, split_graph
+from linkcpp.dispatch.layout import Span, byte_span, has_no_gaps, lies_row_by_row
 from linkcpp.dispatch.memory import RequestError, VirtualMemory
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.ops import OpTable
@@ -32,8 +33,8 @@ def expert_owner(name: bytes) -> tuple[int, str] | None:
 class Fetch:
     """A tensor of f32 or i32 to be read: three dimensions, the first dense.
 
-    ``key`` is where llama-server itself put it, 0 where the graph computes it, maybe in the place
-    of something that llama-server put there. ``request`` asks the backing server for the
+    ``key`` is where llama-server itself put it, 0 where the graph has written before it is read,
+    maybe over something that llama-server put there. ``request`` asks the backing server for the
     ``span_bytes`` from its first to its last element.
     """
 
@@ -106,6 +107,8 @@ class BoundCall:
 
 Step = bytes | BoundCall
 
+_ANYWHERE = Span(0, 1 << 65)
+
 
 @dataclass(slots=True)
 class Program:
@@ -132,15 +135,27 @@ class Binder(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """A binder and the ids of all nodes of the graph that is bound."""
+    """A binder, and where the parts of the graph that are bound so far write."""
 
     binder: Binder
-    computed: frozenset[int]
+    written: list[Span]
+
+    def note(self, part: Part) -> None:
+        """Take note of where a part writes."""
+        if isinstance(part, ExpertCall):
+            # What the next experts read is computed after these: no need to look for it.
+            self.written[:] = [_ANYWHERE]
+        elif self.written != [_ANYWHERE]:
+            nodes = part.tensors[: len(part.node_ids)]
+            names = map(self.binder.ops.op_name, nodes["op"].tolist())
+            written = (node for node, op in zip(nodes, names, strict=True) if op not in VIEW_OPS)
+            self.written.extend(map(byte_span, written))
 
     def fetch(self, tensor: Tensors) -> Fetch:
-        """Prepare to read a tensor."""
-        is_computed = int(tensor["id"]) in self.computed or int(tensor["view_src"]) in self.computed
-        return _fetch(tensor, 0 if is_computed else int(tensor["data"]), self.binder.memory)
+        """Prepare to read a tensor after what is bound so far."""
+        place = byte_span(tensor)
+        is_written = any(span.overlaps(place) for span in self.written)
+        return _fetch(tensor, 0 if is_written else place.start, self.binder.memory)
 
 
 def compile_program(payload: bytes, binder: Binder) -> Program:
@@ -157,7 +172,7 @@ def compile_program(payload: bytes, binder: Binder) -> Program:
         raise RequestError(error.message) from error
     if graph.device:
         raise RequestError(f"There is no device {graph.device}.")
-    bound = _Bound(binder, frozenset(graph.node_ids.tolist()))
+    bound = _Bound(binder, [])
     steps: list[Step] = []
     parts = split_graph(graph, binder.ops, expert_owner)
     for number, part in enumerate(parts):
@@ -169,6 +184,7 @@ def compile_program(payload: bytes, binder: Binder) -> Program:
                 steps.append(_bind_segment(part.between, binder.memory))
         else:
             steps.append(_bind_segment(part, binder.memory))
+        bound.note(part)
     return Program(payload, tuple(steps))
 
 
@@ -198,7 +214,7 @@ def _bind_call(call: ExpertCall, total: BoundSum | None, bound: _Bound) -> Bound
     memory = binder.memory
     output = memory.translate(_only(call.output))
     size_bytes = 4 * int(np.prod(call.output["ne"].astype(np.int64)))
-    if call.output["nb"].tolist()[:3] != _dense_strides(call.output):
+    if not has_no_gaps(call.output):
         raise RequestError("The experts' result is not dense.")
     head = messages.build_set_tensor_head(
         binder.dialect, messages.SetTensor(output.tobytes(), 0, False)
@@ -225,17 +241,13 @@ def _only(tensor: Tensors) -> Tensors:
     return plain
 
 
-def _dense_strides(tensor: Tensors) -> list[int]:
-    first, second, _, _ = tensor["ne"].tolist()
-    return [4, 4 * first, 4 * first * second]
-
-
 def _fetch(tensor: Tensors, key: int, memory: VirtualMemory) -> Fetch:
     real = memory.translate(_only(tensor))
-    ne, nb = tensor["ne"].tolist(), tensor["nb"].tolist()
-    if ne[3] != 1 or nb[0] != 4:
+    if not lies_row_by_row(tensor):
         raise RequestError("What the experts read does not lie row by row.")
-    span = 4 + sum((count - 1) * step for count, step in zip(ne, nb, strict=True))
+    ne, nb = tensor["ne"].tolist(), tensor["nb"].tolist()
+    start, end = byte_span(tensor)
+    span = end - start
     # The span of a view may be more than its own elements: ask for it as a flat tensor.
     flat = real.copy()
     flat["ne"] = [span // 4, 1, 1, 1]
@@ -246,7 +258,7 @@ def _fetch(tensor: Tensors, key: int, memory: VirtualMemory) -> Fetch:
         request=encode_request(Command.GET_TENSOR, request),
         span_bytes=span,
         is_i32=int(tensor["type"]) == I32,
-        is_dense=span == 4 * ne[0] * ne[1] * ne[2],
+        is_dense=has_no_gaps(tensor),
         shape=(ne[0], ne[1], ne[2]),
         strides=(nb[0], nb[1], nb[2]),
     )

@@ -25,7 +25,7 @@ class Builder:
 
     def add(self, name: str, ne: tuple[int, ...], *, kind: int = F32, op: str = "NONE",
             src: tuple[Any, ...] = (), params: tuple[int, ...] = (), view: Any = None,
-            offset: int = 0) -> Any:  # fmt: skip
+            offset: int = 0, nb: tuple[int, ...] = ()) -> Any:  # fmt: skip
         record = empty_tensors(1)[0]
         shape = (*ne, *(1,) * (4 - len(ne)))
         record["id"] = 0x500 + 16 * len(self.records)
@@ -37,7 +37,7 @@ class Builder:
             record["src"][number] = source["id"]
         record["op_params"][: len(params)] = params
         if view is not None:
-            record["nb"], record["data"] = view["nb"], int(view["data"]) + offset
+            record["nb"], record["data"] = nb or view["nb"], int(view["data"]) + offset
             record["view_src"], record["view_offs"] = view["id"], offset
         else:
             record["nb"] = [4, *(4 * int(np.prod(shape[:k])) for k in (1, 2, 3))]
@@ -88,6 +88,24 @@ def experts(builder: Builder) -> tuple[Any, Any]:
         "down", HIDDEN, "MUL_MAT_ID", builder.weight("down", WIDTH, HIDDEN, EXPERTS), glu, ids
     )
     return down, ids
+
+
+def weighted(builder: Builder) -> Any:
+    down, _ = experts(builder)
+    weights = builder.add("weights", (1, SLOTS, TOKENS))
+    return builder.node("weighted", HIDDEN, "MUL", down, weights)
+
+
+def slot(builder: Builder, rows: Any, number: int, *, step: int = 4) -> Any:
+    row = 4 * HIDDEN * SLOTS
+    return builder.add(
+        f"slot {number}", (HIDDEN, TOKENS), op="VIEW", src=(rows,), view=rows,
+        offset=4 * HIDDEN * number, nb=(step, row, row * TOKENS, row * TOKENS),
+    )  # fmt: skip
+
+
+def add(builder: Builder, name: str, *sources: Any) -> Any:
+    return builder.add(name, (HIDDEN, TOKENS), op="ADD", src=sources)
 
 
 def finish(builder: Builder, hidden: Any, ids: Any) -> Any:

@@ -11,27 +11,17 @@ from linkcpp.dispatch.device import DeviceCounters
 from linkcpp.dispatch.experts import EarlyResult, ExpertRunner
 from linkcpp.dispatch.graph import ExpertCall, Segment
 from linkcpp.dispatch.program import BoundSum, Fetch
-from tests.dispatch.graphs import HIDDEN, OPS, SLOTS, TOKENS, Builder, experts
-
-
-def weighted(builder: Builder) -> Any:
-    down, _ = experts(builder)
-    weights = builder.add("weights", (1, SLOTS, TOKENS))
-    return builder.node("weighted", HIDDEN, "MUL", down, weights)
-
-
-def slot(builder: Builder, rows: Any, number: int) -> Any:
-    view = builder.add(
-        f"slot {number}", (HIDDEN, TOKENS), op="VIEW", src=(rows,), view=rows,
-        offset=4 * HIDDEN * number,
-    )  # fmt: skip
-    step = 4 * HIDDEN * SLOTS
-    view["nb"] = [4, step, step * TOKENS, step * TOKENS]
-    return view
-
-
-def add(builder: Builder, name: str, *sources: Any) -> Any:
-    return builder.add(name, (HIDDEN, TOKENS), op="ADD", src=sources)
+from tests.dispatch.graphs import (
+    HIDDEN,
+    OPS,
+    SLOTS,
+    TOKENS,
+    Builder,
+    add,
+    experts,
+    slot,
+    weighted,
+)
 
 
 def ending(builder: Builder) -> Ending | None:
@@ -68,6 +58,17 @@ def test_a_sum_without_a_residual_is_recognised() -> None:
     assert found.residual is None
 
 
+def test_results_in_the_place_of_what_is_no_longer_needed_are_recognised() -> None:
+    builder = Builder()
+    residual = builder.add("residual", (HIDDEN, TOKENS))
+    down, _ = experts(builder)
+    rows = builder.node("weighted", HIDDEN, "MUL", down, builder.add("w", (1, SLOTS, TOKENS)))
+    rows["data"] = down["data"]
+    total = add(builder, "sum", slot(builder, rows, 0), slot(builder, rows, 1))
+    add(builder, "out", total, residual)["data"] = residual["data"]
+    assert ending(builder) is not None
+
+
 def wrong_order(builder: Builder) -> None:
     rows = weighted(builder)
     add(builder, "sum", slot(builder, rows, 1), slot(builder, rows, 0))
@@ -102,10 +103,51 @@ def weights_of_rows(builder: Builder) -> None:
     add(builder, "sum", slot(builder, rows, 0), slot(builder, rows, 1))
 
 
+def weights_with_gaps(builder: Builder) -> None:
+    down, _ = experts(builder)
+    base = builder.add("base", (SLOTS, 1, TOKENS))
+    weights = builder.add(
+        "weights", (1, SLOTS, TOKENS), op="TRANSPOSE", src=(base,), view=base,
+        nb=(4 * SLOTS, 4, 4 * SLOTS, 4 * SLOTS * TOKENS),
+    )  # fmt: skip
+    builder.nodes.insert(0, builder.nodes.pop())
+    rows = builder.node("weighted", HIDDEN, "MUL", down, weights)
+    add(builder, "sum", slot(builder, rows, 0), slot(builder, rows, 1))
+
+
+def slot_with_gaps(builder: Builder) -> None:
+    rows = weighted(builder)
+    add(builder, "sum", slot(builder, rows, 0), slot(builder, rows, 1, step=8))
+
+
+def not_to_be_computed(builder: Builder) -> None:
+    rows = weighted(builder)
+    add(builder, "sum", slot(builder, rows, 0), slot(builder, rows, 1))["flags"] = 0
+
+
+def slot_overwritten(builder: Builder) -> None:
+    rows = weighted(builder)
+    slots = slot(builder, rows, 0), slot(builder, rows, 1)
+    add(builder, "first", *slots)["data"] = rows["data"]
+    add(builder, "sum", *slots)
+
+
+def residual_overwritten(builder: Builder) -> None:
+    rows = weighted(builder)
+    residual = builder.add("residual", (HIDDEN, TOKENS))
+    residual["data"] = rows["data"]
+    total = add(builder, "sum", slot(builder, rows, 0), slot(builder, rows, 1))
+    add(builder, "out", total, residual)
+
+
 @pytest.mark.parametrize(
     "build",
-    [wrong_order, one_slot_twice, one_slot_only, another_operation, two_residuals, weights_of_rows],
-)
+    [
+        wrong_order, one_slot_twice, one_slot_only, another_operation, two_residuals,
+        weights_of_rows, weights_with_gaps, slot_with_gaps, not_to_be_computed, slot_overwritten,
+        residual_overwritten,
+    ],
+)  # fmt: skip
 def test_any_other_ending_is_left_to_the_backing_server(build: Any) -> None:
     builder = Builder()
     build(builder)

@@ -61,6 +61,43 @@ def test_a_scale_computed_between_the_experts_is_fetched_after_it() -> None:
     assert [entry.per_pair for entry in call.chain.inputs] == [False, True]
 
 
+def scaled_and_overwritten(builder: Builder, *, is_before: bool) -> None:
+    rows, ids = opening(builder)
+    weight = builder.weight("up", HIDDEN, WIDTH, EXPERTS)
+    up = builder.node("up", WIDTH, "MUL_MAT_ID", weight, rows, ids)
+    scale = builder.add("scale", (1, SLOTS, TOKENS))
+    other = builder.add("other", (1, SLOTS, TOKENS))
+    builder.add("copy", (1, SLOTS, TOKENS), op="CPY", src=(other, scale), view=scale)
+    copy = builder.nodes.pop()
+    scaled = builder.node("scaled", WIDTH, "MUL", up, scale)
+    builder.nodes.insert(len(builder.nodes) - is_before, copy)
+    finish(builder, scaled, ids)
+
+
+def test_an_input_that_is_overwritten_before_an_expert_reads_it_is_refused_by_name() -> None:
+    builder = Builder()
+    scaled_and_overwritten(builder, is_before=True)
+    with pytest.raises(GraphError, match="copy overwrites scale between the experts"):
+        builder.split()
+
+
+def test_an_input_that_is_overwritten_after_it_was_read_is_taken_before() -> None:
+    builder = Builder()
+    scaled_and_overwritten(builder, is_before=False)
+    call = the_call(builder.split())
+    assert call.late == set()
+    assert call.between is not None
+
+
+def test_a_name_for_the_terminal_is_refused_in_one_line() -> None:
+    builder = Builder()
+    glu, ids = fused(builder)
+    finish(builder, builder.node("x\nforged \x1b[31m", WIDTH, "CUMSUM", glu), ids)
+    with pytest.raises(GraphError, match="forged") as refusal:
+        builder.split()
+    assert refusal.value.message.isprintable()
+
+
 def test_an_operation_over_all_rows_is_refused_by_name() -> None:
     builder = Builder()
     glu, ids = fused(builder)
