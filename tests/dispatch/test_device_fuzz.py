@@ -1,4 +1,7 @@
-"""Whatever comes to the virtual device, the llama-server that it serves is not disturbed."""
+"""Requests that the virtual device refuses do not disturb the llama-server that it serves.
+
+A graph at which ggml itself stops is passed on, and ends the device (see ``docs/security.md``).
+"""
 
 import contextlib
 import socket
@@ -55,7 +58,7 @@ def _hostile(random: np.random.Generator) -> bytes:
     )
 
 
-def test_hostile_clients_leave_the_served_one_undisturbed(
+def test_clients_that_are_refused_leave_the_served_one_undisturbed(
     stock_engine: EngineLocation, tmp_path: Path
 ) -> None:
     random = np.random.default_rng(11)
