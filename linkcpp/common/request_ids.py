@@ -21,22 +21,26 @@ _NEW_ID_BYTES: Final = 8
 _current: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
-def begin_request(headers: Iterable[tuple[bytes, bytes]] = ()) -> str:
-    """Take the id that a caller sent, or make one where there is none that fits.
+def choose_request_id(headers: Iterable[tuple[bytes, bytes]] = ()) -> str:
+    """Return the id that a caller sent, or a new one where there is none that fits.
 
     ``headers`` have names in small letters.
     """
     sent = [value for name, value in headers if name == _RAW_HEADER]
     if len(sent) == 1 and _FITTING.fullmatch(sent[0]):
-        request_id = sent[0].decode("ascii")
-    else:
-        request_id = secrets.token_hex(_NEW_ID_BYTES)
+        return sent[0].decode("ascii")
+    return secrets.token_hex(_NEW_ID_BYTES)
+
+
+def begin_request(headers: Iterable[tuple[bytes, bytes]] = ()) -> str:
+    """Choose the id of a request, and serve it from here on."""
+    request_id = choose_request_id(headers)
     _current.set(request_id)
     return request_id
 
 
 def continue_request(request_id: str | None) -> None:
-    """Go on with a request that began in the program that started this one."""
+    """Go on with a request whose id was chosen before, also in another program."""
     _current.set(request_id)
 
 

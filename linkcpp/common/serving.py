@@ -6,16 +6,18 @@ request head in time is dropped, and so are connections beyond a bound.
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from linkcpp.common.records import ErrorBody
+from linkcpp.common.request_ids import REQUEST_ID_HEADER, choose_request_id
+from linkcpp.common.request_log import note_refusal, request_id_of
 from linkcpp.common.sockets import tune_transport
 
 HEAD_DEADLINE_SECONDS = 10.0
@@ -56,22 +58,41 @@ class BoundedHttpProtocol(H11Protocol):
         """Answer what is no HTTP request with the API's kind of error."""
         self.refuse(400, ErrorBody(code="not_http", message=msg))
 
-    def refuse(self, status: int, error: ErrorBody) -> None:
-        """Answer a request that goes to no application, and close the connection."""
+    def refuse(
+        self, status: int, error: ErrorBody, headers: Iterable[tuple[bytes, bytes]] = ()
+    ) -> None:
+        """Answer a request in the application's place, and close the connection.
+
+        ``headers`` are the request's, as far as they were read.
+        """
         body = error.model_dump_json().encode()
-        headers = [
+        answer_headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(body))),
             ("connection", "close"),
+            (REQUEST_ID_HEADER, self._end_cycle(status) or choose_request_id(headers)),
         ]
         with suppress(h11.LocalProtocolError):
             answer = (
-                h11.Response(status_code=status, headers=headers),
+                h11.Response(status_code=status, headers=answer_headers),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             )
             self.transport.write(b"".join(self.conn.send(part) or b"" for part in answer))
         self.transport.close()
+
+    def _end_cycle(self, status: int) -> str | None:
+        """End the request that the application has, if it has one, and return its id."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return None
+        scope = cast("Scope", cycle.scope)
+        if not cycle.response_started:
+            note_refusal(scope, status)
+        # To the application it is as if the client went away: it would answer as well.
+        cycle.disconnected = True
+        cycle.message_event.set()
+        return request_id_of(scope)
 
     def _start_deadline(self) -> None:
         if self._head_deadline is None:

@@ -50,7 +50,8 @@ def relay_http_protocol(relay: Relay) -> type[BoundedHttpProtocol]:
                     peer=self.client[0] if self.client else "",
                 )
             except UpgradeError as error:
-                self.refuse(error.status, ErrorBody(code=error.code, message=error.reason))
+                told = ErrorBody(code=error.code, message=error.reason)
+                self.refuse(error.status, told, self.headers)
 
     return RelayHttpProtocol
 

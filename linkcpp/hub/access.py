@@ -18,8 +18,7 @@ from linkcpp.cluster.token import tokens_equal
 from linkcpp.common.access import RateLimit, read_body, refuse, replay
 from linkcpp.common.callers import caller as caller_address
 from linkcpp.common.metrics import METRICS_PATH
-from linkcpp.common.request_ids import begin_request
-from linkcpp.common.request_log import NotedAnswer
+from linkcpp.common.request_log import NotedAnswer, request_id_of
 from linkcpp.common.serving import MAX_HEAD_BYTES
 from linkcpp.common.text import printable
 from linkcpp.hub.directory import Directory
@@ -130,9 +129,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         started = perf_counter()
-        request_id = begin_request(scope["headers"])
-        scope.setdefault("state", {})["request_id"] = request_id
-        answer = NotedAnswer(send, request_id)
+        answer = NotedAnswer(scope, send)
         try:
             await self._serve(scope, receive, answer)
         finally:
@@ -201,7 +198,7 @@ class Access:
         state = scope["state"]
         known: Caller | None = state.get("caller")
         told = {
-            "request_id": state["request_id"],
+            "request_id": request_id_of(scope),
             "method": printable(method, _LONGEST_METHOD),
             "path": printable(path, 200),
             "status": status,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -144,6 +145,55 @@ async def test_an_odd_request_gets_a_refusal_and_no_defect(hub: RunningHub, sent
     answer = await talk(hub, sent.replace(b"Host: hub\r\n", b"Host: hub\r\nConnection: close\r\n"))
     assert answer.startswith(b"HTTP/1.1 4")
     assert (await hub.http.get("/v1/health")).status_code == 200
+
+
+@pytest.mark.parametrize("request_id", [b"", b"X-Request-ID: mine-1\r\n"])
+@pytest.mark.parametrize("path", [b"/v1/join", b"/v1/nodes"])
+async def test_a_body_that_breaks_off_in_nonsense_is_one_line_in_the_log_and_no_defect(
+    hub: RunningHub, caplog: pytest.LogCaptureFixture, path: bytes, request_id: bytes
+) -> None:
+    caplog.set_level("INFO")
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: hub\r\nTransfer-Encoding: chunked\r\n"
+    answer = await talk(hub, head + request_id + b"\r\nzz\r\n")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert (await hub.http.get("/v1/nodes", headers={"X-Request-ID": "later"})).status_code == 401
+    logged = [vars(one) for one in caplog.records if "request_id" in vars(one)]
+    assert [(one["request_id"], one["status"]) for one in logged] == [
+        (id_of(answer), 400),
+        ("later", 401),
+    ]
+    assert not request_id or id_of(answer) == "mine-1"
+    assert [one for one in caplog.records if one.exc_info] == []
+
+
+async def test_what_is_no_http_is_answered_with_an_id_as_well(hub: RunningHub) -> None:
+    answers = [await talk(hub, b"GET /v1/health\r\n\r\n") for _ in range(2)]
+    assert len({id_of(answer) for answer in answers}) == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/health", "/v1/nodes", "/nowhere"])
+async def test_a_websocket_where_there_is_none_is_refused_and_no_defect(
+    hub: RunningHub, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    caplog.set_level("INFO", "linkcpp")
+    node = await hub.machine(Role.NODE)
+    answer = await talk(
+        hub,
+        f"GET {path} HTTP/1.1\r\nHost: hub\r\nAuthorization: Bearer {node.token}\r\n"
+        "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode(),
+    )
+    assert answer.startswith(b"HTTP/1.1 403")
+    assert b'"code":"not_accepted"' in answer
+    (logged,) = [vars(one) for one in caplog.records if getattr(one, "path", None) == path]
+    assert (logged["request_id"], logged["status"]) == (id_of(answer), 403)
+    assert 'status="500"' not in hub.hub.render_metrics().decode()
+
+
+def id_of(answer: bytes) -> str:
+    """Read an answer's request id."""
+    (found,) = re.findall(rb"(?im)^X-Request-ID: (\S+)\r$", answer)
+    return bytes(found).decode()
 
 
 @pytest.mark.parametrize(
