@@ -15,9 +15,8 @@ import numpy as np
 from linkcpp.dispatch.holder import Holder, LinkState, wait_for_links
 from linkcpp.dispatch.job import Job
 from linkcpp.dispatch.routing import NOBODY, next_holders
-from linkcpp.worker.chain import KeyedChain
 from linkcpp.worker.compute import split_by_expert
-from linkcpp.worker.frames import FrameError, Limits, Numbers, Rows
+from linkcpp.worker.frames import FrameError, Numbers, Rows
 
 if TYPE_CHECKING:
     from linkcpp.dispatch.swarm import Swarm
@@ -34,12 +33,6 @@ class Request:
     positions: Numbers
     sent_at: float
     deadline_at: float
-
-
-def most_pairs(limits: Limits, chain: KeyedChain) -> int:
-    """Return how many pairs a worker with these limits takes, and may answer, in one frame."""
-    pair_bytes = 4 * max(sum(chain.input_widths) + 2, chain.output_width + 8)
-    return max(1, min(limits.pairs, limits.rows, limits.frame_bytes // pair_bytes))
 
 
 def all_finite(values: Rows) -> bool:
@@ -113,8 +106,7 @@ class Call:
         self._ask(positions, next_holders(routes, self._flat[positions], self._excluded))
 
     def _send(self, holder: Holder, positions: Numbers) -> None:
-        assert holder.welcome is not None  # noqa: S101 - set before a holder is up
-        most = most_pairs(holder.welcome.limits, self._job.chain)
+        most = holder.most_pairs(self._job.chain)
         parts = [positions]
         if len(positions) > most:
             split = split_by_expert(self._flat[positions], most, _ALL_EXPERTS)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from linkcpp.dispatch.checks import RowCheck, Trial
 from linkcpp.dispatch.routing import Latency
 from linkcpp.worker.chain import Chain, KeyedChain
-from linkcpp.worker.frames import Buffer, ErrorCode, FrameError, Pairs, TokenPairs, Welcome
+from linkcpp.worker.frames import Buffer, ErrorCode, FrameError, Limits, Pairs, TokenPairs, Welcome
 
 FIRST_RETRY_SECONDS = 0.2
 
@@ -61,6 +61,7 @@ class Holder(ABC):
         self.taught_count = 0
         self.checks: dict[tuple[int, Hashable], RowCheck] = {}
         self.socket: socket.socket | None = None
+        self._most_pairs: dict[Hashable, tuple[Limits, int]] = {}
 
     @property
     def is_expected(self) -> bool:
@@ -75,6 +76,17 @@ class Holder(ABC):
         return (trial.layer, trial.chain.key) in self.checks or not any(
             segment.layer == trial.layer for segment in segments
         )
+
+    def most_pairs(self, chain: KeyedChain) -> int:
+        """Return how many pairs it takes, and may answer, in one request; it has greeted."""
+        assert self.welcome is not None  # noqa: S101 - set before a holder is up
+        limits = self.welcome.limits
+        known = self._most_pairs.get(chain.key)
+        if known is None or known[0] is not limits:
+            pair_bytes = 4 * max(sum(chain.input_widths) + 2, chain.output_width + 8)
+            most = max(1, min(limits.pairs, limits.rows, limits.frame_bytes // pair_bytes))
+            known = self._most_pairs[chain.key] = limits, most
+        return known[1]
 
     def note_answer(self, pairs: int, took_seconds: float, compute_us: int) -> None:
         """Take note of an answer for people and for routing."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from linkcpp.dispatch.call import Call, Request, all_finite, most_pairs
+from linkcpp.dispatch.call import Call, Request, all_finite
 from linkcpp.dispatch.holder import Holder, LinkState
 from linkcpp.dispatch.job import Job
 from linkcpp.worker.chain import KeyedChain
@@ -61,7 +61,8 @@ class TokenCall:
         self._shares: list[tuple[Holder, list[int]]] = []
         self._waiting: dict[int, tuple[Holder, list[int]]] = {}
         self._answers: list[_Answer] = []
-        self._rows: list[bytes] = [b""] * len(token.expert_ids)
+        # Zeros where there are none yet.
+        self._rows = np.zeros((len(token.expert_ids), token.chain.output_width), np.float32)
         self._sent_at = 0.0
 
     def send(self) -> bool:
@@ -96,7 +97,7 @@ class TokenCall:
                 or holder.is_removed
                 or holder.is_sending
                 or holder.welcome is None
-                or len(positions) > most_pairs(holder.welcome.limits, token.chain)
+                or len(positions) > holder.most_pairs(token.chain)
             ):
                 return False
             self._shares.append((holder, positions))
@@ -116,18 +117,11 @@ class TokenCall:
             except (OSError, FrameError) as error:
                 self._swarm.holders.fail(holder, f"failed: {error}", self._token.layer)
                 return self._take_over()
-        rows = self._joined()
+        rows = self._rows
         if not all_finite(rows) and all_finite(np.frombuffer(self._token.row, np.float32)):
             return self._ask_for_nonsense_again()
         self._note_answers()
         return rows
-
-    def _joined(self) -> Rows:
-        """Return the rows that came, zeros where there are none yet."""
-        width = self._token.chain.output_width
-        missing = bytes(4 * width)
-        data = b"".join([row or missing for row in self._rows])
-        return np.frombuffer(data, np.float32).reshape(-1, width)
 
     def _note_answers(self) -> None:
         for holder, positions, took_seconds, compute_us in self._answers:
@@ -140,11 +134,11 @@ class TokenCall:
             for number, (holder, positions) in self._waiting.items()
         ]
         job = self._token.job(self._token.expert_ids)
-        return Call(self._swarm, job).take_over(self._joined().copy(), requests)
+        return Call(self._swarm, job).take_over(self._rows, requests)
 
     def _ask_for_nonsense_again(self) -> Rows:
         """Do without whoever answered rows that are not finite."""
-        rows, answers = self._joined(), self._answers
+        rows, answers = self._rows, self._answers
         self._answers = [each for each in answers if all_finite(rows[each.positions])]
         for number, (holder, positions, *_) in enumerate(answers):
             if not all_finite(rows[positions]):
@@ -156,14 +150,13 @@ class TokenCall:
         return self._take_over()
 
     def _take_answers(self, holder: Holder) -> None:
-        step = 4 * self._token.chain.output_width
+        width = self._token.chain.output_width
         while (answer := holder.next_answer()) is not None:
             known = self._waiting.get(answer.request_id)
             if known is None or known[0] is not holder:
                 continue
-            positions, data = known[1], answer.rows
-            for number, position in enumerate(positions):
-                self._rows[position] = bytes(data[step * number : step * (number + 1)])
+            positions = known[1]
+            self._rows[positions] = np.frombuffer(answer.rows, np.float32).reshape(-1, width)
             del self._waiting[answer.request_id]
             took_seconds = time.monotonic() - self._sent_at
             self._answers.append(_Answer(holder, positions, took_seconds, answer.compute_us))

@@ -96,6 +96,9 @@ class ExpertCompute:
         self._most_scratch_bytes = scratch_bytes
         self._scratch = Scratch(0, 0, 0)
         self._plans: OrderedDict[tuple[object, ...], StepPlan] = OrderedDict()
+        # The same for single tokens, found with less work.
+        self._token_plans: dict[tuple[object, ...], StepPlan] = {}
+        self._token_pairs: dict[Hashable, int] = {}
         self._checked: set[tuple[object, ...]] = set()
         self._needs: dict[Hashable, ScratchNeed] = {}
         self._last: StepPlan | None = None
@@ -148,14 +151,24 @@ class ExpertCompute:
         """As ``steps`` for one token, whose chain has one input of one row a token."""
         layer, expert_ids, row = token
         count = len(expert_ids)
-        most = self._need(chain).most_pairs(1, self._most_scratch_bytes)
-        if count > min(most, self._store.most_experts):
+        if count > self._most_token_pairs(chain):
             rows = np.frombuffer(row, np.float32).reshape(1, -1)
             index, ids = np.zeros(count, np.int32), np.array(expert_ids, np.int32)
             return (yield from self.steps(chain, Pairs(layer, index, ids, (rows,))))
         group, local_ids = self._store.locate_few(layer, expert_ids)
-        plan = self._plan(chain, group, StepShape(Layout.SHARED, 1, count))
+        key = (chain.key, group.key, count)
+        plan = self._token_plans.get(key)
+        if plan is None:
+            plan = self._plan(chain, group, StepShape(Layout.SHARED, 1, count))
+            self._token_plans[key] = plan
         return (yield self._filled(plan, (_pack_ids(count)(*local_ids), row)))
+
+    def _most_token_pairs(self, chain: KeyedChain) -> int:
+        found = self._token_pairs.get(chain.key)
+        if found is None:
+            most = self._need(chain).most_pairs(1, self._most_scratch_bytes)
+            found = self._token_pairs[chain.key] = min(most, self._store.most_experts)
+        return found
 
     def _need(self, keyed: KeyedChain) -> ScratchNeed:
         found = self._needs.get(keyed.key)
@@ -209,6 +222,7 @@ class ExpertCompute:
         self._plans[key] = plan
         if len(self._plans) > _MOST_PLANS:
             self._plans.popitem(last=False)
+            self._token_plans.clear()
         return plan
 
     def _target(self) -> PlanTarget:
@@ -221,6 +235,7 @@ class ExpertCompute:
         wanted = max(size_bytes, min(2 * self._scratch.size_bytes, self._most_scratch_bytes))
         wanted = max(wanted, _FIRST_SCRATCH_BYTES)
         self._plans.clear()
+        self._token_plans.clear()
         self._last = None
         old, self._scratch = self._scratch, Scratch(0, 0, 0)
         if old.buffer:
