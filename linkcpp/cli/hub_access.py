@@ -21,8 +21,22 @@ from linkcpp.registry.client import HubClient, joined_client
 from linkcpp.registry.connection import HubConnection, HubError
 from linkcpp.registry.records import HubHealth, NodeToken, Role
 
+
+def _named_folder(text: str) -> Path:
+    # As a path it would be the folder where the program runs, which nobody named.
+    if not text:
+        raise typer.BadParameter("it names no folder")
+    return Path(text)
+
+
 DATA_OPTION = Annotated[
-    Path | None, typer.Option("--data", help="The hub's data folder; default: hub, per user.")
+    Path | None,
+    typer.Option(
+        "--data",
+        parser=_named_folder,
+        metavar="PATH",
+        help="The hub's data folder; default: hub, per user.",
+    ),
 ]
 HUB_OPTION = Annotated[
     str | None, typer.Option("--hub", help="A hub elsewhere that this machine joined as admin.")

@@ -1,5 +1,6 @@
 """``linkcpp hub models``: the models whose weights a hub gives to its machines."""
 
+import shlex
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -57,6 +58,8 @@ def add(
     goes on where it stopped.
     """
     named = data or context.obj
+    folder = data_folder_of(named)
+    is_new = not is_hub_folder(folder)
     catalogue = _catalogue(named, hub_url, may_be_new=named is not None)
     wanted = Addition(
         location=model if is_url(model) else str(expand_home(Path(model))),
@@ -69,6 +72,13 @@ def add(
     except KeyboardInterrupt:
         status_console().print("The same command goes on from here.")
         raise
+    if is_new:
+        command = f"linkcpp hub --data {shlex.quote(str(folder))}"
+        status_console().print(
+            f"{folder} is a hub's data folder now: `{command}` serves it.",
+            markup=False,
+            soft_wrap=True,
+        )
     if as_json:
         print_json(_public(entry.model))
         return

@@ -16,6 +16,7 @@ from sqlalchemy.pool import QueuePool
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
+from linkcpp.hub.data import make_data_folder
 from linkcpp.hub.problems import HubProblem
 
 _MIGRATIONS = Path(__file__).with_name("migrations")
@@ -33,13 +34,7 @@ def open_database(url: str | None, data: Path) -> Engine:
     Raises:
         LinkcppError: it cannot be reached, its kind is not supported, or a newer linkcpp wrote it.
     """
-    try:
-        data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise LinkcppError(
-            f"The folder {data} cannot be made: {error.strerror or error}.",
-            hint="Choose another one with --data.",
-        ) from error
+    make_data_folder(data)
     engine = _postgresql(url) if url else _sqlite(data / "hub.sqlite3")
     try:
         with engine.begin() as connection:

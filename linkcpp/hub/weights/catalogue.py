@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.records import Record
+from linkcpp.hub.data import make_data_folder, unusable_folder
 from linkcpp.hub.problems import HubProblem
 from linkcpp.model.slices.model_manifest import ModelManifest
 from linkcpp.model.source import FileSource
@@ -72,17 +72,23 @@ def models_folder(data: Path) -> Path:
 
 
 class Catalogue:
-    """The models below a hub's data folder. All methods block."""
+    """The models below a hub's data folder (``models_folder``). All methods block."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def names(self) -> list[str]:
-        """The names of all models, sorted."""
+        """The names of all models, sorted.
+
+        Raises:
+            LinkcppError: the folder cannot be read.
+        """
         try:
             found = [path.name for path in self._folder.iterdir()]
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise unusable_folder(self._folder, error) from error
         return sorted(name for name in found if _NAME.fullmatch(name))
 
     def folder(self, name: str) -> Path:
@@ -159,8 +165,9 @@ class Catalogue:
             HubProblem: there is such a model already, or too many.
             LinkcppError: it cannot be written.
         """
-        self._sweep()
+        make_data_folder(self._folder.parent)
         names = self.names()
+        self._sweep()
         if name in names:
             raise HubProblem(
                 409,
@@ -174,10 +181,7 @@ class Catalogue:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise LinkcppError(
-                f"Cannot write {folder.parent}: {error.strerror}.",
-                hint="Name another folder with --data.",
-            ) from error
+            raise unusable_folder(self._folder, error) from error
         return folder
 
     def commit(self, entry: Entry, manifest: ModelManifest, headers: list[bytes]) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from linkcpp.common.errors import LinkcppError
 from linkcpp.hub.identity import load_hub_identity
 from linkcpp.hub.weights.adding import Addition, add_model, name_for
-from linkcpp.hub.weights.catalogue import Catalogue, Entry
+from linkcpp.hub.weights.catalogue import Catalogue, Entry, models_folder
 from linkcpp.hub.weights.library import Library
 from linkcpp.model.parts import open_model
 from linkcpp.model.slices.model_manifest import ModelManifest
@@ -346,9 +347,53 @@ def test_models_are_managed_on_the_hubs_machine_only(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_named_may_be_filled_before_its_hub_is_started(tmp_path: Path) -> None:
-    hub_models(tmp_path, "add", str(qwen3moe()), "--name", "tiny")
-    load_hub_identity(tmp_path, create=True)
-    assert "tiny" in hub_models(tmp_path, "list").stdout
+    data = tmp_path / "new" / "hub"
+    begun = hub_models(data, "add", str(qwen3moe()), "--name", "tiny")
+    assert f"`linkcpp hub --data {data}` serves it" in begun.stderr
+    # As where the hub itself makes it: sources in it may have secrets in their addresses.
+    assert data.stat().st_mode & 0o077 == 0
+    load_hub_identity(data, create=True)
+    assert "tiny" in hub_models(data, "list").stdout
+    told = hub_models(data, "add", str(qwen3moe()), "--name", "two").stderr
+    assert "serves it" not in told
+
+
+def test_a_folder_that_is_none_or_anothers_is_told_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "models").touch()
+    folders = [tmp_path / name for name in ("file", "file/in", "loop", "half")]
+    for folder in (*folders, Path(os.devnull)):
+        with pytest.raises(LinkcppError, match="is no folder") as refused:
+            Catalogue(models_folder(folder)).begin("m")
+        assert refused.value.hint == "Name another folder with --data."
+    unnamed = subprocess.run(
+        verb("add", str(qwen3moe()), "--data", ""),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert "it names no folder" in unnamed.stderr
+    assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can leave its rights for a moment")
+@pytest.mark.parametrize("mode", [0o000, 0o100, 0o400, 0o500])
+def test_a_folder_that_may_not_be_used_is_told_with_the_way_out(mode: int) -> None:
+    # pytest's own folders are root's alone, from the first one on.
+    with tempfile.TemporaryDirectory() as name:
+        data = Path(name)
+        os.chown(data, 12345, 12345)
+        data.chmod(mode)
+        os.seteuid(12345)
+        try:
+            with pytest.raises(LinkcppError, match="/models cannot.*Permission denied") as refused:
+                Catalogue(models_folder(data)).begin("m")
+        finally:
+            os.seteuid(0)
+    assert refused.value.hint == "Name another folder with --data."
 
 
 def test_ctrl_c_at_the_verb_ends_it_at_once_though_the_web_does_not_answer(
