@@ -389,7 +389,7 @@ def test_a_folder_that_may_not_be_used_is_told_with_the_way_out(mode: int) -> No
         data.chmod(mode)
         os.seteuid(12345)
         try:
-            with pytest.raises(LinkcppError, match="/models cannot.*Permission denied") as refused:
+            with pytest.raises(LinkcppError, match=r"/models cannot.*Permission denied") as refused:
                 Catalogue(models_folder(data)).begin("m")
         finally:
             os.seteuid(0)
