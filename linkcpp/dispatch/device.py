@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.threaded import ThreadedServer
 from linkcpp.dispatch.memory import RequestError
@@ -93,7 +95,9 @@ class VirtualDevice:
     def _serve_client(self, client: socket.socket) -> None:
         session = Session(self, client)
         try:
-            session.run()
+            # What overflows or is no number is told to the client as the engine would tell it.
+            with np.errstate(all="ignore"):
+                session.run()
         except RequestError as error:
             _log.warning("a client was refused: %s", error)
         except LinkcppError as error:

@@ -1,5 +1,6 @@
 """Where the elements of a tensor lie. Pure."""
 
+import math
 from typing import NamedTuple
 
 from linkcpp.dispatch.memory import tensor_fields
@@ -33,9 +34,14 @@ def lies_row_by_row(tensor: Tensors) -> bool:
     The rows themselves may be anywhere and in any order, as in a permuted view.
     """
     ne, nb = tensor["ne"].tolist(), tensor["nb"].tolist()
+    if ne[3] != 1 or 0 in ne or nb[0] != 4:
+        return False
     # An odd step would end a span within an element.
-    steps = [step for count, step in zip(ne, nb, strict=True) if count > 1]
-    return ne[3] == 1 and 0 not in ne and nb[0] == 4 and all(step % 4 == 0 for step in steps)
+    if any(step % 4 for count, step in zip(ne, nb, strict=True) if count > 1):
+        return False
+    # Rows over one another would be more to allocate than what is read.
+    start, end = byte_span(tensor)
+    return bool(4 * math.prod(ne) <= end - start)
 
 
 def has_no_gaps(tensor: Tensors) -> bool:

@@ -115,10 +115,10 @@ def test_weights_that_lie_in_another_order_are_read_in_that_of_their_slots() -> 
     assert is_read_in_order(found.weights)
 
 
-def test_rows_at_odd_steps_are_refused_before_anything_is_asked_for() -> None:
+@pytest.mark.parametrize("step", [4 * HIDDEN + 1, 0, 4 * HIDDEN - 4])
+def test_rows_at_odd_steps_or_over_one_another_are_refused_at_once(step: int) -> None:
     builder = Builder()
     rows, ids = opening(builder)
-    step = 4 * HIDDEN + 1
     rows["nb"] = [4, step, step, step * TOKENS]
     weight = builder.weight("up", HIDDEN, WIDTH, EXPERTS)
     finish(builder, builder.node("up", WIDTH, "MUL_MAT_ID", weight, rows, ids), ids)
