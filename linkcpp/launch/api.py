@@ -56,7 +56,7 @@ class ApiClient(AsyncClosing):
             if answer.status_code != httpx.codes.OK:
                 raise LinkcppError(
                     f"The first completion was refused with status {answer.status_code}: "
-                    f"{_told(answer.text)}"
+                    f"{told_error(answer.text)}"
                 )
             return str(answer.json()["choices"][0]["text"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
@@ -77,7 +77,8 @@ class ApiClient(AsyncClosing):
         return {match[1]: float(match[2]) for match in found}
 
 
-def _told(text: str) -> str:
+def told_error(text: str) -> str:
+    """Return llama-server's sentence from the body of an answer that is an error, or the body."""
     try:
         return str(json.loads(text)["error"]["message"])[:300]
     except (ValueError, LookupError, TypeError):

@@ -6,6 +6,7 @@ import httpx
 
 from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError
+from linkcpp.launch.api import told_error
 from linkcpp.verify.silence import silent
 from linkcpp.verify.statistics import Comparison, Position, compare, same_beginning
 
@@ -77,7 +78,7 @@ class TextServer(AsyncClosing):
             if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
                 answer.raise_for_status()
             if answer.is_error:
-                raise LinkcppError(f"{self._who} refuses: {answer.text[:300]}")
+                raise LinkcppError(f"{self._who} refuses: {told_error(answer.text)}")
             return answer.json()
         except httpx.HTTPError as error:
             raise silent(self._who, error, self._way_out) from error

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from linkcpp.common.errors import LinkcppError
 from linkcpp.common.resources import resource_folder
 from linkcpp.dispatch.control import NewWorker
 from linkcpp.model.slices.writing import write_backbone
@@ -235,3 +236,26 @@ def test_a_server_that_goes_away_in_the_middle_is_told_of_in_words() -> None:
     assert str(told.value) == (
         "The deployment stopped answering: it closed the connection in the middle of a request."
     )
+
+
+def test_a_server_that_refuses_is_told_of_in_its_own_words() -> None:
+    body = b'{"error": {"code": 400, "message": "the prompt is too long"}}'
+    head = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(
+        body
+    )
+
+    async def ask() -> None:
+        async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(head + body)
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(refuse, "127.0.0.1")
+        port = server.sockets[0].getsockname()[1]
+        async with server, TextServer(f"http://127.0.0.1:{port}", "The deployment") as text:
+            await text.tokenize("the")
+
+    with pytest.raises(LinkcppError) as told:
+        asyncio.run(ask())
+    assert told.value.message == "The deployment refuses: the prompt is too long"
