@@ -82,6 +82,7 @@ class HeldPort(Closing):
 def hold_port(host: str = "127.0.0.1", port: int = 0) -> HeldPort:
     """Keep a port for a server to come; 0 takes one that nobody listens on or keeps.
 
+    A given port may be kept twice; only one of both servers can listen then.
     That is a random one below those that systems give to connections and to whoever asks for any
     port (32768 and up on Linux, 49152 and up elsewhere).
 
@@ -95,7 +96,7 @@ def hold_port(host: str = "127.0.0.1", port: int = 0) -> HeldPort:
         try:
             return _hold(found, secrets.choice(_PORTS), is_any=True)
         except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
+            if error.errno != errno.EADDRINUSE:
                 raise
     raise OSError(errno.EADDRINUSE, "no port was found that is free")
 

@@ -10,8 +10,8 @@ from linkcpp.worker.chain import KeyedChain
 from linkcpp.worker.frames import Pairs, Rows
 
 _ANSWER_SECONDS = 10.0
-# A link that is asked alone has nothing else under way, so any numbers do.
-_numbers = itertools.cycle(range(1, 1 << 31))
+# Above those of calls: the answer to a guess that nobody wanted may still be on its way.
+_numbers = itertools.cycle(range(1 << 31, 1 << 32))
 
 
 def ask_alone(holder: Holder, chain: KeyedChain, pairs: Pairs) -> Rows:

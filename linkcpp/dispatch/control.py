@@ -26,6 +26,7 @@ MOST_CHECKED_EXPERTS = 64
 class WorkerStatus(WireRecord):
     """One worker. Times are means over all its answers; bytes count both directions' payloads.
 
+    ``loaded_bytes`` of experts were put into an rpc-server that is driven from here.
     ``admission`` sums up the checks of its rows; ``None`` where it was not checked yet.
     """
 
@@ -38,6 +39,7 @@ class WorkerStatus(WireRecord):
     sent_bytes: int
     received_bytes: int
     failure_count: int
+    loaded_bytes: int = 0
     mean_wait_ms: float
     mean_compute_ms: float
     admission: AdmissionStatus | None = None
@@ -93,7 +95,7 @@ class NewWorker(WireRecord):
 
     name: str
     host: str = LOOPBACK
-    port: int
+    port: int = Field(ge=1, le=65535)
     token: str
 
 
@@ -104,7 +106,7 @@ class NewServer(WireRecord):
     """
 
     name: str
-    port: int
+    port: int = Field(ge=1, le=65535)
     slabs: str
     segments: tuple[Segment, ...]
 
@@ -133,6 +135,7 @@ def worker_status(holder: Holder) -> WorkerStatus:
         sent_bytes=holder.sent_bytes,
         received_bytes=holder.received_bytes,
         failure_count=holder.failure_count,
+        loaded_bytes=holder.loaded_bytes,
         mean_wait_ms=1000 * holder.waited_seconds / requests,
         mean_compute_ms=1000 * holder.worker_seconds / requests,
         admission=admission_status(tuple(holder.checks.values())),

@@ -51,6 +51,7 @@ class Holder(ABC):
         self.sent_bytes = 0
         self.received_bytes = 0
         self.failure_count = 0
+        self.loaded_bytes = 0
         self.worker_seconds = 0.0
         self.waited_seconds = 0.0
         self.retry_at = 0.0
@@ -140,6 +141,10 @@ class Holder(ABC):
         """As ``ask`` for one token, whose chain has one input of one row a token."""
 
     @abstractmethod
+    def forget(self, number: int) -> None:
+        """Pass the answer to a request over, whatever it is."""
+
+    @abstractmethod
     def resume(self) -> None:
         """Send what waits; raises as ``ask``."""
 
@@ -158,7 +163,6 @@ class Holder(ABC):
 
         Raises:
             FrameError: it refuses a request, or answers what makes no sense.
-            OSError: it leaves too many requests unanswered.
         """
 
 

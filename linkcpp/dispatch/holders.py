@@ -108,6 +108,7 @@ class Holders:
             for holder in self._holders.values():
                 if holder.name == name:
                     holder.is_removed = True
+                    self._settled.notify_all()
                     break
             else:
                 raise LinkcppError(f"There is no worker {name}.")
@@ -153,10 +154,7 @@ class Holders:
             return
         with self._settled:
             self._settled.wait_for(
-                lambda: (
-                    self._is_closing
-                    or not any(holder.state == LinkState.CHECKING for holder in self._unsettled)
-                )
+                lambda: self._is_closing or not any(map(_is_checked, self._unsettled))
             )
             self._unsettled = []
 
@@ -193,7 +191,11 @@ class Holders:
         pause_seconds: float | None = None,
     ) -> None:
         """Close a link that was open; the caller holds the lock."""
-        holder.close()
+        if state == LinkState.REFUSED:
+            # What it has may be what is wrong.
+            holder.end()
+        else:
+            holder.close()
         holder.state = state
         holder.is_rechecked = False
         holder.failure_count += 1
@@ -245,9 +247,11 @@ class Holders:
                 self._wake.clear()
 
     def _drop(self, holder: Holder) -> None:
-        with self._lock:
+        with self._settled:
             self._holders.pop(holder.number, None)
             holder.end()
+            holder.state = LinkState.CONNECTING
+            self._settled.notify_all()
 
     def _have_checked(self, holder: Holder) -> None:
         try:
@@ -334,3 +338,7 @@ class Holders:
 def _fields(holder: Holder) -> dict[str, object]:
     """Say of whom a line of the log is, for machines that read it."""
     return {"worker": holder.name, "state": holder.state.value}
+
+
+def _is_checked(holder: Holder) -> bool:
+    return holder.state == LinkState.CHECKING and not holder.is_removed

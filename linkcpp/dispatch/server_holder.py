@@ -79,6 +79,7 @@ class _Request:
     answer: memoryview = field(default_factory=lambda: memoryview(b""))
     have_bytes: int = 0
     began: float = 0.0
+    makes_room: bool = False
     is_wanted: bool = True
 
 
@@ -114,6 +115,9 @@ class ServerHolder(Holder):
         """See ``Holder.ask_token``."""
         self._ask(number, self._compute().token_steps(chain, token))
 
+    def forget(self, number: int) -> None:
+        """Nothing to do: who asked knows what he asked for."""
+
     def _compute(self) -> ExpertCompute:
         if self._loaded is None or self.socket is None:
             raise ConnectionError("the link is closed")
@@ -141,12 +145,10 @@ class ServerHolder(Holder):
                 self._begin(*self._waiting.popleft())
             return
         except FrameError:
-            # Nothing was sent for it.
+            # Nothing of it is under way.
             self._request = None
             raise
-        except WireError as error:
-            raise self._broken(error.message) from error
-        request.outgoing = step.parts
+        request.outgoing, request.makes_room = step.parts, step.makes_room
         request.answer = np.empty(ANSWER_SIZE.size + step.answer_bytes, np.uint8).data
         request.have_bytes = 0
         request.began = request.began or time.perf_counter()
@@ -204,7 +206,7 @@ class ServerHolder(Holder):
         wanted = len(request.answer) - ANSWER_SIZE.size
         if announced != wanted:
             raise self._broken(f"it answered {announced} bytes instead of {wanted}")
-        if request.is_wanted:
+        if request.is_wanted or request.makes_room:
             self._advance(request, request.answer[ANSWER_SIZE.size :])
         else:
             self._request = None
@@ -215,24 +217,25 @@ class ServerHolder(Holder):
 
     def open(self, chains: Sequence[tuple[int, Chain]], model_digest: str | None) -> None:
         """Load the slabs, or wait for what is owed; see ``Holder.open``."""
-        if self._loaded is None:
-            self._loaded = self._load(model_digest)
+        loaded = self._loaded
+        if loaded is None:
+            loaded = self._loaded = self._load(model_digest)
         else:
             try:
-                self._catch_up(self._loaded.rpc.connection)
+                self._catch_up(loaded.rpc.connection)
             except OSError:
                 self.close()
                 raise
         self._wait_ms = 0.0
-        self.welcome, self.socket = self._loaded.welcome, self._loaded.rpc.connection
+        self.welcome, self.socket = loaded.welcome, loaded.rpc.connection
 
     def _load(self, model_digest: str | None) -> _Loaded:
-        address, done_bytes = self._address, 0
+        address = self._address
+        self.loaded_bytes = 0
 
         def tell(more_bytes: int) -> None:
-            nonlocal done_bytes
-            done_bytes += more_bytes
-            self.detail = f"{format_bytes(done_bytes)} of its experts are loaded"
+            self.loaded_bytes += more_bytes
+            self.detail = f"{format_bytes(self.loaded_bytes)} of its experts are loaded"
 
         with contextlib.ExitStack() as opened:
             try:

@@ -158,6 +158,7 @@ class Swarm:
             was_right = list(ids) == guess.expert_ids
             if was_sent and was_right:
                 return call.gather()
+            call.forget()
             return self._run(guess.job(ids))
 
         return self._timed(len(guess.expert_ids), run), was_right
@@ -236,5 +237,5 @@ class Swarm:
 
     def request_number(self) -> int:
         """Return a number that no request under way has."""
-        self._next_request = self._next_request % 0xFFFFFFFF + 1
+        self._next_request = self._next_request % (2**31 - 1) + 1
         return self._next_request

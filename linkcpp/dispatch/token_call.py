@@ -53,7 +53,7 @@ class _Answer(NamedTuple):
 
 
 class TokenCall:
-    """``send``, then ``gather``; a call that was sent and is not wanted is simply forgotten."""
+    """``send``, then ``gather``; a call that is not wanted is to be forgotten."""
 
     def __init__(self, swarm: "Swarm", token: Token) -> None:
         self._swarm = swarm
@@ -102,6 +102,11 @@ class TokenCall:
                 return False
             self._shares.append((holder, positions))
         return True
+
+    def forget(self) -> None:
+        """Let the answers be passed over, whatever they are."""
+        for number, (holder, _) in self._waiting.items():
+            holder.forget(number)
 
     def gather(self) -> Rows:
         """Return one row for each pair."""

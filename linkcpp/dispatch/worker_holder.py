@@ -38,7 +38,6 @@ from linkcpp.worker.link import FrameBuffer
 _CONNECT_SECONDS = 5.0
 _PROBE_SECONDS = 5.0
 _MOST_BUFFERS = 64
-_MOST_UNANSWERED = 4096
 _COMPUTE, _F32 = FrameType.COMPUTE, DataType.F32
 
 
@@ -105,6 +104,10 @@ class WorkerHolder(Holder):
         self._asked[number] = len(token.expert_ids), chain.output_width
         self._send(pack_token(number, _number_of(chain), token))
 
+    def forget(self, number: int) -> None:
+        """See ``Holder.forget``."""
+        self._asked.pop(number, None)
+
     def _send(self, parts: Sequence[Buffer]) -> None:
         self._outgoing = [*self._outgoing, *parts] if self._outgoing else parts
         self.resume()
@@ -150,8 +153,6 @@ class WorkerHolder(Holder):
                 return Answer(number, rows, compute_us)
             if header.kind == FrameType.ERROR and (number == 0 or number in self._asked):
                 raise parse_error(payload)
-        if len(self._asked) > _MOST_UNANSWERED:
-            raise ConnectionError("it leaves requests unanswered")
         return None
 
     def open(self, chains: Sequence[tuple[int, Chain]], model_digest: str | None) -> None:

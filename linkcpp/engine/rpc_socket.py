@@ -42,7 +42,6 @@ class RpcSocket:
 
     def __init__(self, host: str, port: int, *, timeout_seconds: float = 60.0) -> None:
         self._address = f"{host}:{port}"
-        self._timeout_seconds = timeout_seconds
         self._queue: list[Buffer] = []
         self.queued_bytes = 0
         try:
@@ -92,16 +91,12 @@ class RpcSocket:
 
     def exchange(self, command: Command, payload: Buffer, answer_bytes: int) -> memoryview:
         """Send one request and return its answer."""
-        limit_receiving(self._socket, self._timeout_seconds)
         self.queue(encode_request(command, payload))
         return self.receive(answer_bytes)
 
     @property
     def connection(self) -> socket.socket:
-        """For who sends and receives himself while no answer is waited for here.
-
-        How long its reads block may be changed: what is asked here waits as it was told.
-        """
+        """For who sends and receives himself, and from then on nothing is asked here."""
         return self._socket
 
     def call(self, command: Command, payload: Buffer = b"") -> memoryview:

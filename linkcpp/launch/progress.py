@@ -68,10 +68,13 @@ def _bars_of_experts(state: DeploymentState, experts: ExpertsState) -> list[Bar]
         Bar("hollow backbone", min(done, copied), copied, is_bytes=True),
     ]
     for worker in experts.workers:
-        if not worker.is_coordinator:
-            total = worker.slice_bytes or worker.planned_weight_bytes
-            label = f"experts on {worker.node_name} {worker.device}"
-            bars.append(Bar(label, min(worker.slice_done_bytes, total), total, is_bytes=True))
+        total = worker.slice_bytes or worker.planned_weight_bytes
+        label = f"experts on {worker.node_name} {worker.device}"
+        done = worker.slice_done_bytes
+        if worker.is_coordinator:
+            label = f"experts here, {worker.device}"
+            done = total if worker.phase is WorkerPhase.UP else worker.loaded_bytes
+        bars.append(Bar(label, min(done, total), total, is_bytes=True))
     up = sum(worker.phase is WorkerPhase.UP for worker in experts.workers)
     return [
         *bars,

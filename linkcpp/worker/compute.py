@@ -4,14 +4,15 @@ import functools
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.ops import OpTable
-from linkcpp.engine.rpc_socket import AllocationError, RpcSocket
-from linkcpp.engine.wire import Buffer
+from linkcpp.engine.rpc_socket import RpcSocket
+from linkcpp.engine.wire import Buffer, Command, encode_request
 from linkcpp.worker.chain import ChainError, KeyedChain, check_chain
 from linkcpp.worker.frames import ErrorCode, FrameError, Numbers, Pairs, Rows, TokenPairs
 from linkcpp.worker.plan import (
@@ -65,14 +66,21 @@ def _used_rows(rows: Rows, row_index: Numbers) -> tuple[Rows, Numbers]:
 
 
 class Step(NamedTuple):
-    """What to send to the rpc-server, and how many bytes it answers behind their number."""
+    """What to send to the rpc-server, and how many bytes it answers behind their number.
+
+    ``makes_room``: it allocates or frees, so its answer has to be taken note of.
+    """
 
     parts: list[Buffer]
     answer_bytes: int
+    makes_room: bool = False
 
 
 Steps = Generator[Step, Buffer, Buffer]
 """Steps that are given their answers; returns all rows as f32 bytes. Raises as ``compute``."""
+
+_Result = TypeVar("_Result")
+_Planning = Generator[Step, Buffer, _Result]
 
 
 class ExpertCompute:
@@ -102,6 +110,7 @@ class ExpertCompute:
         self._checked: set[tuple[object, ...]] = set()
         self._needs: dict[Hashable, ScratchNeed] = {}
         self._last: StepPlan | None = None
+        self._unanswered: list[Buffer] = []
 
     def compute(self, chain: KeyedChain, pairs: Pairs) -> Buffer:
         """Return the rows of all pairs as f32 bytes, in the order of the pairs.
@@ -133,17 +142,19 @@ class ExpertCompute:
         """As ``compute`` for who sends and receives on the connection himself.
 
         Each step is to be sent and answered before the next one is asked for, and all of one
-        ``steps`` before those of another.
+        ``steps`` before those of another. Whoever does not want the rows any more may leave off
+        after the answer of a step that does not make room.
         """
         layer, row_index, expert_ids, inputs = pairs
         most = self._need(chain).most_pairs(len(inputs[0]), self._most_scratch_bytes)
         if len(expert_ids) <= min(most, self._store.most_experts):
-            return (yield self._step(chain, pairs))
+            return (yield (yield from self._step(chain, pairs)))
         result = np.empty((len(expert_ids), chain.output_width), np.float32)
         for part in split_by_expert(expert_ids, most, self._store.most_experts):
             rows, index = _used_rows(inputs[0], row_index[part])
             chosen = (rows, *(rest[part] for rest in inputs[1:]))
-            answer = yield self._step(chain, Pairs(layer, index, expert_ids[part], chosen))
+            some = Pairs(layer, index, expert_ids[part], chosen)
+            answer = yield (yield from self._step(chain, some))
             result[part] = np.frombuffer(answer, np.float32).reshape(len(part), -1)
         return result.data.cast("B")
 
@@ -159,7 +170,7 @@ class ExpertCompute:
         key = (chain.key, group.key, count)
         plan = self._token_plans.get(key)
         if plan is None:
-            plan = self._plan(chain, group, StepShape(Layout.SHARED, 1, count))
+            plan = yield from self._plan(chain, group, StepShape(Layout.SHARED, 1, count))
             self._token_plans[key] = plan
         return (yield self._filled(plan, (_pack_ids(count)(*local_ids), row)))
 
@@ -176,7 +187,7 @@ class ExpertCompute:
             found = self._needs[keyed.key] = scratch_need(keyed.chain)
         return found
 
-    def _step(self, chain: KeyedChain, pairs: Pairs) -> Step:
+    def _step(self, chain: KeyedChain, pairs: Pairs) -> _Planning[Step]:
         layer, row_index, expert_ids, inputs = pairs
         group, local_ids = self._store.locate(layer, expert_ids)
         rows, count = len(inputs[0]), len(expert_ids)
@@ -186,7 +197,7 @@ class ExpertCompute:
             layout = Layout.DIRECT
         else:
             layout = Layout.GATHERED
-        plan = self._plan(chain, group, StepShape(layout, rows, count))
+        plan = yield from self._plan(chain, group, StepShape(layout, rows, count))
         pieces: list[Numbers | Rows] = [local_ids]
         if layout is Layout.GATHERED:
             pieces.append(row_index)
@@ -201,7 +212,7 @@ class ExpertCompute:
         self._last = plan
         return Step(parts, plan.answer_bytes)
 
-    def _plan(self, keyed: KeyedChain, group: Group, shape: StepShape) -> StepPlan:
+    def _plan(self, keyed: KeyedChain, group: Group, shape: StepShape) -> _Planning[StepPlan]:
         chain_key, chain = keyed.key, keyed.chain
         key = (chain_key, group.key, shape)
         plan = self._plans.get(key)
@@ -214,7 +225,7 @@ class ExpertCompute:
             except ChainError as error:
                 raise FrameError(ErrorCode.BAD_CHAIN, error.message) from error
             self._checked.add((chain_key, group.key))
-        self._make_room(self._need(keyed).total_bytes(shape.rows, shape.pairs))
+        yield from self._make_room(self._need(keyed).total_bytes(shape.rows, shape.pairs))
         try:
             plan = plan_step(chain, group.weights, shape, self._target())
         except LinkcppError as error:
@@ -228,7 +239,7 @@ class ExpertCompute:
     def _target(self) -> PlanTarget:
         return PlanTarget(self._scratch, self._ops, self._rpc.dialect)
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _make_room(self, size_bytes: int) -> _Planning[None]:
         """Let the scratch buffer have at least ``size_bytes``; a new one makes all plans stale."""
         if size_bytes <= self._scratch.size_bytes:
             return
@@ -239,8 +250,26 @@ class ExpertCompute:
         self._last = None
         old, self._scratch = self._scratch, Scratch(0, 0, 0)
         if old.buffer:
-            self._rpc.free_buffer(old.buffer)
-        try:
-            self._scratch = Scratch(*self._rpc.alloc_buffer(wanted), wanted)
-        except AllocationError as error:
-            raise FrameError(ErrorCode.TOO_LARGE, error.message) from error
+            yield from self._ask(Command.FREE_BUFFER, _pointer(old.buffer))
+        request = messages.ALLOC_BUFFER.build(messages.AllocBuffer(0, wanted))
+        answer = yield from self._ask(Command.ALLOC_BUFFER, request)
+        buffer = messages.ALLOCATED_BUFFER.parse(answer).buffer
+        if not buffer:
+            text = f"The rpc-server cannot allocate {wanted} bytes to compute with."
+            raise FrameError(ErrorCode.TOO_LARGE, text)
+        answer = yield from self._ask(Command.BUFFER_GET_BASE, _pointer(buffer))
+        self._scratch = Scratch(buffer, messages.NUMBER.parse(answer).value, wanted)
+
+    def _ask(self, command: Command, payload: bytes) -> _Planning[Buffer]:
+        parts: list[Buffer] = [encode_request(command, payload)]
+        answer_bytes = self._rpc.dialect.answer_bytes.get(command)
+        if answer_bytes is None:
+            # It leaves with the next step.
+            self._unanswered = parts
+            return b""
+        parts, self._unanswered = [*self._unanswered, *parts], []
+        return (yield Step(parts, answer_bytes, makes_room=True))
+
+
+def _pointer(buffer: int) -> bytes:
+    return messages.BUFFER_POINTER.build(messages.BufferPointer(buffer))

@@ -46,7 +46,9 @@ def test_status_tells_what_every_worker_holds_and_did(experts: Experts, url: str
         assert worker["slab_bytes"] == worker["planned_weight_bytes"]
         assert worker["replica_count"] == 2
         assert worker["total"]["failure_count"] == 0
-        if not worker["is_coordinator"]:
+        if worker["is_coordinator"]:
+            assert worker["loaded_bytes"] == worker["planned_weight_bytes"]
+        else:
             assert worker["slice_done_bytes"] == worker["slice_bytes"]
             assert worker["slice_bytes"] - worker["slab_bytes"] < 32_768
     seen = state["dispatch"]

@@ -180,6 +180,7 @@ def _seen(state: ExpertsState, status: DispatchStatus) -> ExpertsState:
         changes["checked"] = word_of_check(seen.admission) if seen is not None else None
         if seen is not None:
             changes["total"] = worker.earlier.plus(counts_of(seen))
+            changes["loaded_bytes"] = seen.loaded_bytes
         workers.append(worker.model_copy(update=changes))
     fallback = status.fallback
     names = set(DispatchCounts.model_fields) & set(DispatchStatus.model_fields)

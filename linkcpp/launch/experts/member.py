@@ -161,6 +161,7 @@ class Member(ABC):
 
     async def _linked(self, name: str, linking: Linking) -> None:
         give_up_at = time.monotonic() + linking.within_seconds
+        loaded_bytes = 0
         while True:
             status = await self._around.dispatcher.status()
             worker = next((entry for entry in status.workers if entry.name == name), None)
@@ -171,6 +172,9 @@ class Member(ABC):
             if worker.state != "connecting":
                 self._emit(DispatchSeen(status))
                 return
+            if worker.loaded_bytes != loaded_bytes:
+                loaded_bytes = worker.loaded_bytes
+                self._emit(DispatchSeen(status))
             if time.monotonic() > give_up_at or linking.has_ended():
                 raise LinkcppError(f"{self._share.node_name} cannot be linked to: {worker.detail}.")
             await asyncio.sleep(LINK_POLL_SECONDS)

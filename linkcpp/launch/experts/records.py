@@ -46,7 +46,8 @@ class WorkerState(Record):
     up hold the least held expert of this share. ``is_linked`` tells whether the dispatch process
     uses it, ``link`` is its own word for that, ``link_detail`` says why not. ``checked`` is what
     the check of its rows found (``unchecked``: nothing to compare with). Slice sizes are in bytes
-    of the file on the node; ``transferred_bytes`` went over the network for it. ``way`` says in
+    of the file on the node; ``loaded_bytes`` are those of the coordinator's own experts that its
+    rpc-server has. ``transferred_bytes`` went over the network for it. ``way`` says in
     words how a node of a hub is reached, and why so.
     """
 
@@ -65,6 +66,7 @@ class WorkerState(Record):
     slice_done_bytes: int = 0
     transferred_bytes: int = 0
     slab_bytes: int | None = None
+    loaded_bytes: int = 0
     start_count: int = 0
     replica_count: int = 0
     rtt_ms: float | None = None
