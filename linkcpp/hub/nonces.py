@@ -1,6 +1,6 @@
 """Nonces that were used: no proof is taken twice."""
 
-from collections import deque
+import heapq
 
 from linkcpp.registry.proofs import PROOF_WINDOW_SECONDS
 
@@ -13,19 +13,24 @@ class NonceMemory:
     def __init__(self, started: float) -> None:
         self._started = started
         self._seen: set[str] = set()
-        self._order: deque[tuple[float, str]] = deque()
+        # A heap, since the clock may be set back: what ends first comes first.
+        self._order: list[tuple[float, str]] = []
 
     def is_new(self, nonce: str, proof_time: float, now: float) -> bool:
         """Note a nonce; tell whether it was never seen.
 
         A proof from before the hub's start may have been used then, so it counts as seen; machines
-        take their time from the hub, so they have no such proofs. Where there are too many nonces
-        to remember, none is new.
+        take their time from the hub, so they have no such proofs. Where the clock was set back to
+        before that start, this moment takes its place. Where there are too many nonces to remember,
+        none is new.
         """
+        self._started = min(self._started, now)
         while self._order and self._order[0][0] < now:
-            self._seen.discard(self._order.popleft()[1])
+            self._seen.discard(heapq.heappop(self._order)[1])
         if proof_time < self._started or nonce in self._seen or len(self._order) >= _MOST:
             return False
         self._seen.add(nonce)
-        self._order.append((now + 2 * PROOF_WINDOW_SECONDS, nonce))
+        # Also until a proof of a time to come, from before the clock was set back, is too old.
+        until = max(now, proof_time) + 2 * PROOF_WINDOW_SECONDS
+        heapq.heappush(self._order, (until, nonce))
         return True

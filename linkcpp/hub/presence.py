@@ -12,12 +12,13 @@ def presence(last_seen: float | None, now: float, left_at: float | None = None) 
     """Tell whether a node's heartbeats come: stale after three missed ones, gone after ten.
 
     The first one is missed when its time has come and it has not. A node that said that it leaves
-    is gone at once: ``left_at`` is ``None`` again once it was heard after that.
+    is gone at once: ``left_at`` is ``None`` again once it was heard after that. One that was heard
+    in a time to come was heard before the clock was set back; if it lives, it is heard again soon.
     """
     if last_seen is None or left_at is not None:
         return Presence.GONE
     missed = (now - last_seen) / HEARTBEAT_SECONDS
-    if missed >= _GONE_AFTER_MISSED:
+    if not -1 < missed < _GONE_AFTER_MISSED:
         return Presence.GONE
     return Presence.STALE if missed >= _STALE_AFTER_MISSED else Presence.ONLINE
 

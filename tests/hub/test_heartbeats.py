@@ -12,7 +12,7 @@ from linkcpp.hub.presence import is_gateway_online, presence
 from linkcpp.hub.schema import MACHINES
 from linkcpp.registry.connection import HubRefusedError
 from linkcpp.registry.edges import EdgeRequest
-from linkcpp.registry.records import Heartbeat, Presence, Role
+from linkcpp.registry.records import HEARTBEAT_SECONDS, Heartbeat, Presence, Role
 from tests.hub.hubs import RunningHub, node_state
 
 
@@ -35,6 +35,11 @@ def test_a_node_is_stale_after_three_missed_heartbeats_and_gone_after_ten(
 
 def test_a_machine_that_never_told_of_itself_is_gone() -> None:
     assert presence(None, 1000.0) is Presence.GONE
+
+
+def test_a_node_that_was_heard_before_the_clock_was_set_back_has_to_be_heard_again() -> None:
+    assert presence(1000.0, 1000.0 - HEARTBEAT_SECONDS / 2) is Presence.ONLINE
+    assert presence(1000.0, 1000.0 - HEARTBEAT_SECONDS) is Presence.GONE
 
 
 def test_a_gateway_is_online_until_it_missed_three_heartbeats() -> None:
