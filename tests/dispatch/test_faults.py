@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from tests.support.swarm import (
     TOKEN,
     Device,
     Server,
+    answer_while,
     as_json,
     running_device,
     running_llama_server,
@@ -72,18 +73,9 @@ class Faults:
         )
         return device, server
 
-    def complete_while(self, device: Device, server: Server, what: Any) -> str:
+    def complete_while(self, device: Device, server: Server, what: Callable[[], Any]) -> str:
         """Do something once tokens flow; return the answer."""
-        answers: list[str] = []
-        before = device.status()["call_count"]
-        thread = threading.Thread(
-            target=lambda: answers.append(as_json(server.complete(SHORT, TOKENS)))
-        )
-        thread.start()
-        device.wait_until(f"s['call_count'] > {before + 40}")
-        what()
-        thread.join()
-        return answers[0]
+        return answer_while(device, server, what, prompt=SHORT, count=TOKENS)
 
 
 @pytest.fixture

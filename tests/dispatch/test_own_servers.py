@@ -2,13 +2,11 @@
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from linkcpp.dispatch.control import NewServer, NewWorker
@@ -21,9 +19,11 @@ from tests.dispatch.test_exactness import (
     uneven_overlapping_shares,
 )
 from tests.support import models
+from tests.support.rpc_servers import process_on
 from tests.support.swarm import (
     Device,
     Server,
+    answer_while,
     as_json,
     own_server,
     running_device,
@@ -31,6 +31,8 @@ from tests.support.swarm import (
     running_worker,
     worker_entry,
 )
+
+TOKENS = 160
 
 
 class Own:
@@ -72,14 +74,6 @@ def own(stock_engine: EngineLocation, tmp_path: Path) -> Iterator[Own]:
         yield Own(stock_engine, tmp_path, stack)
 
 
-def _process_on(server: NewServer) -> psutil.Process:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.name() == "ggml-rpc-server" and str(server.port) in process.cmdline():
-                return process
-    raise AssertionError("no process")
-
-
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt_oss", "qwen35moe_fused"])
 def test_servers_of_its_own_give_the_same_bits(
     name: str, engine: EngineLocation, tmp_path: Path
@@ -109,24 +103,16 @@ def test_servers_and_workers_share_the_experts(own: Own) -> None:
     assert all(holder["pair_count"] for holder in device.status()["workers"])
 
 
-def _while_tokens_flow(device: Device, server: Server, what: Any) -> str:
-    answers: list[str] = []
-    before = device.status()["call_count"]
-    thread = threading.Thread(target=lambda: answers.append(as_json(server.complete(SHORT, 160))))
-    thread.start()
-    device.wait_until(f"s['call_count'] > {before + 40}")
-    what()
-    thread.join()
-    return answers[0]
-
-
 def test_a_server_that_is_killed_changes_nothing(own: Own) -> None:
     model = models.qwen3moe()
-    (wanted,) = own.alone(model, (SHORT, 160))
+    (wanted,) = own.alone(model, (SHORT, TOKENS))
     (share,) = even_shares(model, 1)
     lost = own.server("s", model, share)
     device, server = own.serve(model, [lost], [own.worker("w", model, share)])
-    assert _while_tokens_flow(device, server, _process_on(lost).kill) == wanted
+    assert (
+        answer_while(device, server, process_on(lost.port).kill, prompt=SHORT, count=TOKENS)
+        == wanted
+    )
     status = device.wait_until("s['workers'][1]['state'] == 'connecting'")
     assert status["workers"][1]["failure_count"] == 1
     assert status["failed_pair_count"] == 0
@@ -137,12 +123,12 @@ def test_a_server_that_is_killed_changes_nothing(own: Own) -> None:
     answer = device.control.post("/servers", json=again.model_dump(mode="json"))
     answer.raise_for_status()
     device.wait_until("s['workers'][1]['state'] == 'up'")
-    assert as_json(server.complete(SHORT, 160)) == wanted
+    assert as_json(server.complete(SHORT, TOKENS)) == wanted
 
 
 def test_a_server_that_was_stopped_keeps_its_experts(own: Own, tmp_path: Path) -> None:
     model = models.qwen3moe()
-    (wanted,) = own.alone(model, (SHORT, 160))
+    (wanted,) = own.alone(model, (SHORT, TOKENS))
     (share,) = even_shares(model, 1)
     source = tmp_path / "source.gguf"
     os.link(model, source)
@@ -152,8 +138,8 @@ def test_a_server_that_was_stopped_keeps_its_experts(own: Own, tmp_path: Path) -
     )
     # From here on nothing can be loaded again.
     source.unlink()
-    process = _process_on(late)
-    assert _while_tokens_flow(device, server, process.suspend) == wanted
+    process = process_on(late.port)
+    assert answer_while(device, server, process.suspend, prompt=SHORT, count=TOKENS) == wanted
     status = device.wait_until("s['workers'][1]['state'] == 'connecting'")
     assert status["late_count"] >= 1
     device.wait_until("'still works' in s['workers'][1]['detail']")
@@ -163,7 +149,7 @@ def test_a_server_that_was_stopped_keeps_its_experts(own: Own, tmp_path: Path) -
     deadline = time.monotonic() + 60
     while device.status()["workers"][1]["pair_count"] == before:
         assert time.monotonic() < deadline
-        assert as_json(server.complete(SHORT, 160)) == wanted
+        assert as_json(server.complete(SHORT, TOKENS)) == wanted
 
 
 def test_what_cannot_be_loaded_is_told(own: Own, tmp_path: Path) -> None:

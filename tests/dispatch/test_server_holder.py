@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from linkcpp.dispatch.holder import Holder, LinkState, wait_for_links
@@ -25,7 +24,7 @@ from linkcpp.worker.slabs import GgufSlabs
 from linkcpp.worker.store import LoadedSlabs
 from tests.dispatch.test_exactness import even_shares, expert_counts
 from tests.support import models
-from tests.support.rpc_servers import rpc_server
+from tests.support.rpc_servers import process_on, rpc_server
 from tests.worker.test_worker import SWIGLU, WIDTH
 
 LAYERS, EXPERTS, CHOSEN = 4, 16, 4
@@ -84,14 +83,6 @@ def returns(work: Callable[[], Any]) -> Any:
     thread.join(HANG_SECONDS)
     assert found, "it hangs"
     return found[0]
-
-
-def process_of(address: ServerAddress) -> psutil.Process:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.name() == "ggml-rpc-server" and str(address.port) in process.cmdline():
-                return process
-    raise AssertionError("no process")
 
 
 def a_job(tokens: int, seed: int, chain: KeyedChain = MODEL_CHAIN) -> Job:
@@ -156,7 +147,7 @@ class Asker:
 
 def test_rows_are_right_whatever_is_asked_forgotten_and_broken_off(servers: Servers) -> None:
     address = servers.address("s")
-    process = process_of(address)
+    process = process_on(address.port)
     holder = address.holder(0)
     holder.open((), None)
     seed = secrets.randbelow(1 << 30)
@@ -213,7 +204,7 @@ def test_a_server_that_falls_silent_after_it_made_room_is_late_like_any_other(
     for seed in (1, 2):
         swarm.compute(a_job(200, seed, chain))
     silent = _asked_most(swarm.holders.all(), addresses)
-    process = process_of(silent)
+    process = process_on(silent.port)
     process.suspend()
     try:
         found = returns(lambda: swarm.compute(a_job(tokens, 3, chain)))
@@ -233,7 +224,7 @@ def _asked_most(holders: Sequence[Holder], addresses: Sequence[ServerAddress]) -
 def test_a_server_that_is_removed_while_it_is_checked_holds_nobody_up(servers: Servers) -> None:
     silent, healthy = servers.address("silent"), servers.address("healthy")
     swarm = servers.swarm(silent, healthy)
-    process = process_of(silent)
+    process = process_on(silent.port)
     process.suspend()
     try:
         chain = swarm.learn(0, SWIGLU)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psutil
+
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_server import start_rpc_server
 
@@ -22,6 +24,15 @@ async def running_rpc_server(engine: EngineLocation) -> AsyncIterator[int]:
             yield server.port
         finally:
             await server.process.stop()
+
+
+def process_on(port: int) -> psutil.Process:
+    """Find the rpc-server that listens on a port."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "ggml-rpc-server" and str(port) in process.cmdline():
+                return process
+    raise AssertionError(f"no rpc-server on port {port}")
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,3 +257,19 @@ def probabilities(answer: dict[str, Any]) -> list[list[tuple[int, float]]]:
 def as_json(answer: dict[str, Any]) -> str:
     """Write what must be equal between two runs."""
     return json.dumps([answer["content"], probabilities(answer)])
+
+
+def answer_while(
+    device: Device, server: Server, what: Callable[[], Any], *, prompt: str, count: int
+) -> str:
+    """Do something once tokens flow; return the answer as ``as_json`` writes it."""
+    answers: list[str] = []
+    before = device.status()["call_count"]
+    thread = threading.Thread(
+        target=lambda: answers.append(as_json(server.complete(prompt, count)))
+    )
+    thread.start()
+    device.wait_until(f"s['call_count'] > {before + 40}")
+    what()
+    thread.join()
+    return answers[0]
