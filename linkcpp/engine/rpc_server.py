@@ -1,5 +1,6 @@
 """A stock ggml-rpc-server on loopback: its command line, and its start on a free port."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from linkcpp.common.sockets import free_port
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec, ProcessStatus
 from linkcpp.engine.records import EngineLocation
+from linkcpp.engine.threads import short_waits
 
 LOOPBACK = "127.0.0.1"
 _READY_PATTERN = "^Starting RPC server"
@@ -43,6 +45,7 @@ def rpc_server_spec(
         name=f"ggml-rpc-server on {device}",
         argv=(str(location.rpc_server), *arguments),
         log_path=log_path,
+        environment=short_waits(os.environ),
         library_folders=location.library_folders,
         ready_pattern=_READY_PATTERN,
         ready_port=port,

@@ -7,6 +7,7 @@ from pathlib import Path
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec
+from linkcpp.engine.threads import short_waits
 from linkcpp.launch.enginelog import failure_reason
 from linkcpp.launch.folder import identity_of
 from linkcpp.launch.records import ProcessIdentity
@@ -32,10 +33,12 @@ class LlamaServer:
         library_folders: Iterable[Path],
         log_path: Path,
         on_line: Callable[[str], None],
+        shares_cores: bool = False,
     ) -> "LlamaServer":
         """Start it; returns when the process runs, long before the model is loaded.
 
-        ``on_line`` gets every line that it logs.
+        ``on_line`` gets every line that it logs. ``shares_cores``: other engine programs of this
+        machine compute while it waits.
 
         Raises:
             LinkcppError: it cannot be started or ended at once.
@@ -45,7 +48,10 @@ class LlamaServer:
             argv=command,
             log_path=log_path,
             # A backtrace of an abort tells nothing here and takes seconds.
-            environment={"GGML_NO_BACKTRACE": "1"},
+            environment={
+                "GGML_NO_BACKTRACE": "1",
+                **(short_waits(os.environ) if shares_cores else {}),
+            },
             library_folders=tuple(library_folders),
             ready_timeout_seconds=START_SECONDS,
             stop_timeout_seconds=STOP_SECONDS,

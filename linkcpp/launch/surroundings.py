@@ -185,6 +185,7 @@ class Surroundings:
             library_folders=engine.location.library_folders,
             log_path=self._folder.engine_log,
             on_line=on_line,
+            shares_cores=request.plan.mode is PlanMode.EXPERTS,
         )
 
 

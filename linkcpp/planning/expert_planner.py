@@ -221,16 +221,22 @@ def _plan(
             assumptions=tuple(dict.fromkeys(notes)),
             experts=traffic,
         ),
-        reason=f"{reason}; {_replica_text(traffic, options.replicas)}",
+        reason=f"{reason}; {_replica_text(traffic, options.replicas, _node_count(setting))}",
     )
 
 
-def _replica_text(traffic: ExpertExpectation, wanted: int) -> str:
+def _node_count(setting: Setting) -> int:
+    return len({holder.offer.node_id for holder in setting.holders})
+
+
+def _replica_text(traffic: ExpertExpectation, wanted: int, node_count: int) -> str:
     if not traffic.short_unit_count:
         return f"every expert has {wanted} holder{'s' if wanted > 1 else ''}"
+    machines = f"{node_count} machine{'s' if node_count != 1 else ''}"
+    reason = f"as only {machines} can hold any" if node_count < wanted else "for lack of memory"
     return (
         f"{traffic.short_unit_count:,} of {traffic.unit_count:,} experts have fewer than {wanted} "
-        "holders on different nodes, for lack of memory"
+        f"holders on different nodes, {reason}"
     )
 
 

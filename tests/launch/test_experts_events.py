@@ -13,6 +13,7 @@ from linkcpp.launch.decisions import Step
 from linkcpp.launch.experts.decisions import (
     CHAIN,
     absence_clause,
+    coverage_hint,
     lost_sentence,
     next_step_of,
     uncovered_sentence,
@@ -229,6 +230,14 @@ def test_uncovered_experts_are_counted_with_all_reasons() -> None:
     told_why = uncovered_sentence(12, {"cellar": "not found.", "attic": "no room"})
     assert told_why == "12 experts have no worker (attic: no room; cellar: not found)."
     assert "no node was planned for them" in uncovered_sentence(1, {})
+
+
+def test_the_way_out_names_only_what_helps() -> None:
+    assert "--replicas" in coverage_hint(1, has_experts=True)
+    assert "--replicas" not in coverage_hint(2, has_experts=True)
+    assert "--model" not in coverage_hint(2, has_experts=True)
+    assert "give the whole model as --model" in coverage_hint(2, has_experts=False)
+    assert coverage_hint(2, has_experts=True).startswith("Bring those nodes back")
 
 
 def test_a_node_that_left_is_told_with_the_time_it_left() -> None:

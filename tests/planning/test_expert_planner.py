@@ -68,7 +68,15 @@ def test_every_expert_that_runs_has_holders_and_no_other_has(replicas: int) -> N
     assert plan.expectation.experts.unit_count == len(holders)
     assert (short > 0) == (replicas == 3)
     assert ("fewer than 3" in plan.reason) == (replicas == 3)
+    assert ("for lack of memory" in plan.reason) == (replicas == 3)
     assert unsound(plan) is None
+
+
+def test_replicas_that_too_few_machines_can_hold_are_told_as_that() -> None:
+    large = node("n", device("CPU", 200 * GIGABYTE, 30e9))
+    plan = make_plan(load_model(LARGE), cluster(BARE_BYTES, large), options(replicas=2))
+    assert "as only 1 machine can hold any" in plan.reason
+    assert "lack of memory" not in plan.reason
 
 
 def test_shares_hold_what_their_segments_say_and_fit() -> None:

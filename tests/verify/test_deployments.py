@@ -238,6 +238,33 @@ def test_a_server_that_goes_away_in_the_middle_is_told_of_in_words() -> None:
     )
 
 
+def test_tokens_that_end_within_a_character_are_asked_for_again_with_more_behind_them() -> None:
+    """A stand-in for llama-server, which tells nothing of such tokens until the character ends."""
+    asked: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        size_bytes = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        count = json.loads(await reader.readexactly(size_bytes))["n_predict"]
+        asked.append(count)
+        best = [{"id": 7, "logprob": -0.5}]
+        steps = [{"id": 7, "top_logprobs": best}] * count
+        told = {"completion_probabilities": steps} if count > 6 else {"content": ""}
+        body = json.dumps(told).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        await writer.drain()
+        writer.close()
+
+    async def ask() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1")
+        port = server.sockets[0].getsockname()[1]
+        async with server, TextServer(f"http://127.0.0.1:{port}", "The whole model") as text:
+            assert len(await text.continue_text([1, 2], 6)) == 6
+
+    asyncio.run(ask())
+    assert asked == [6, 10]
+
+
 def test_a_server_that_refuses_is_told_of_in_its_own_words() -> None:
     body = b'{"error": {"code": 400, "message": "the prompt is too long"}}'
     head = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(

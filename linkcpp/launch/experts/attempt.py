@@ -16,7 +16,12 @@ from linkcpp.launch.api import check_port, hold_api_port
 from linkcpp.launch.attempt import Attempt, cancel_all
 from linkcpp.launch.decisions import Failure, Observed, Step
 from linkcpp.launch.events import EngineStarted, EngineStopped, Noticed, PhaseEntered
-from linkcpp.launch.experts.decisions import next_step_of, uncovered_sentence, unproved_experts
+from linkcpp.launch.experts.decisions import (
+    coverage_hint,
+    next_step_of,
+    uncovered_sentence,
+    unproved_experts,
+)
 from linkcpp.launch.experts.dispatching import Dispatcher
 from linkcpp.launch.experts.events import BackboneCopied, DispatchSeen, FallbackChosen
 from linkcpp.launch.experts.fallback import fallback_room
@@ -192,7 +197,7 @@ class ExpertsAttempt(Attempt):
     async def _see_to_coverage(self, failures: dict[str, str]) -> None:
         """Go on where every expert can be computed; once it has served, wait until it is so."""
         dispatcher = self._held.dispatcher
-        assert dispatcher is not None  # noqa: S101 - as above
+        assert dispatcher is not None and self._files is not None  # noqa: S101 - as above
         for name, why in sorted(failures.items()):
             self._journal.emit(Noticed(f"{name} does not take part yet: {why.rstrip('.')}"))
         has_told = False
@@ -206,8 +211,9 @@ class ExpertsAttempt(Attempt):
                 ids = {s.node_id for s in self._plan.expert_shares if s.node_name in failures}
                 raise StepRefusedError(
                     sentence,
-                    hint="Mend that, plan with --replicas 2, or give the whole model as --model, "
-                    "so that this machine can compute what is missing.",
+                    hint=coverage_hint(
+                        self._plan.options.replicas, has_experts=self._files.has_experts
+                    ),
                     nodes=frozenset(ids),
                 )
             if self.is_again and not has_told:

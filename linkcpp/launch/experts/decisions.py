@@ -95,6 +95,18 @@ def uncovered_sentence(missing_count: int, reasons: Mapping[str, str]) -> str:
     return f"{missing_count} experts have no worker ({why or 'no node was planned for them'})."
 
 
+def coverage_hint(replicas: int, *, has_experts: bool) -> str:
+    """Say what helps where some experts have no worker; ``has_experts``: this machine could."""
+    ways = ["Bring those nodes back (`linkcpp node`, or `linkcpp join` for one of a hub)"]
+    if replicas < 2:
+        ways.append("plan with --replicas 2")
+    if has_experts:
+        ways.append("plan again without them (`linkcpp plan`)")
+    else:
+        ways.append("give the whole model as --model, for this machine to compute what is missing")
+    return f"{', '.join(ways[:-1])}, or {ways[-1]}."
+
+
 def _joined(names: list[str]) -> str:
     if len(names) < 2:
         return "".join(names)
