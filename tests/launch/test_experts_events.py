@@ -180,7 +180,8 @@ def test_steps_come_in_order_and_then_it_serves() -> None:
 def test_a_loss_names_who_computes_instead(two: ExpertsState) -> None:
     alone = lost_sentence(two, 0, "the link was cut.")
     assert alone == (
-        "attic went away (the link was cut); requests that need its experts fail until it is back"
+        "attic went away (the link was cut); requests that need 6 of its 10 experts wait for it, "
+        "and fail where it stays away"
     )
     with_fallback = two.model_copy(update={"has_fallback": True})
     assert "what nobody else holds is computed here" in lost_sentence(with_fallback, 0, "cut")
@@ -189,7 +190,12 @@ def test_a_loss_names_who_computes_instead(two: ExpertsState) -> None:
     assert "cellar and shed compute its experts" in lost_sentence(three, 0, "cut")
     away = worker(2, "shed", (0, 15), phase=WorkerPhase.AWAY)
     gone = two.model_copy(update={"workers": (*two.workers, away)})
-    assert "fail until it is back" in lost_sentence(gone, 0, "cut")
+    assert "fail where it stays away" in lost_sentence(gone, 0, "cut")
+    only = two.model_copy(update={"workers": two.workers[:1]})
+    assert "requests that need its experts wait" in lost_sentence(only, 0, "cut")
+    here = two.workers[0].model_copy(update={"is_coordinator": True})
+    own = two.model_copy(update={"workers": (here, *two.workers[1:])})
+    assert lost_sentence(own, 0, "cut").startswith("the worker here (CPU) went away (cut)")
 
 
 def test_a_sound_split_has_nothing_to_complain_of(two: ExpertsState) -> None:

@@ -5,8 +5,8 @@ from datetime import datetime
 
 from linkcpp.common.units import format_bytes
 from linkcpp.launch.decisions import PADDING_SHARE, ROUNDING_BYTES, Step
-from linkcpp.launch.experts.events import count_holders, fewest_holders, units_of
-from linkcpp.launch.experts.records import ExpertsState, WorkerPhase
+from linkcpp.launch.experts.events import count_holders, units_of
+from linkcpp.launch.experts.records import ExpertsState, WorkerPhase, WorkerState
 from linkcpp.planning.records import ExpertShare
 
 CHAIN = (
@@ -36,20 +36,27 @@ def lost_sentence(experts: ExpertsState, index: int, reason: str) -> str:
         if worker.index != index and worker.phase is WorkerPhase.UP
     ]
     holders = count_holders([worker.segments for worker in others])
-    if fewest_holders(lost.segments, holders) > 0:
-        wanted = units_of(lost.segments)
+    wanted = units_of(lost.segments)
+    alone = sum(unit not in holders for unit in wanted)
+    if not alone:
         names = sorted({w.node_name for w in others if units_of(w.segments) & wanted})
         heirs = f"{_joined(names)} compute{'s' if len(names) == 1 else ''} its experts"
     elif experts.has_fallback:
         heirs = "what nobody else holds is computed here"
     else:
-        heirs = "requests that need its experts fail until it is back"
-    return f"{lost.node_name} went away ({reason.rstrip('.')}); {heirs}"
+        part = "its experts" if alone == len(wanted) else f"{alone} of its {len(wanted)} experts"
+        heirs = f"requests that need {part} wait for it, and fail where it stays away"
+    return f"{_who(lost)} went away ({reason.rstrip('.')}); {heirs}"
 
 
 def back_sentence(share: ExpertShare) -> str:
     """Say that a worker computes again."""
-    return f"{share.node_name} is back and computes again"
+    return f"{_who(share)} is back and computes again"
+
+
+def _who(member: WorkerState | ExpertShare) -> str:
+    """Name who computes a share: a node, or this machine's own part of it."""
+    return f"the worker here ({member.device})" if member.is_coordinator else member.node_name
 
 
 def absence_clause(left_at: datetime | None, now: datetime) -> str:
