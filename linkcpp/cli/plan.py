@@ -23,6 +23,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import parse_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
+from linkcpp.launch.folder import all_deployments
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.assumed import (
     assumed_nodes,
@@ -141,10 +142,21 @@ def plan(
         except InfeasibleError as error:
             if as_json:
                 print_json(error.infeasible)
+            if not nodes:
+                error.hint = _with_live_deployments(error.hint)
             raise
     if output is not None:
         save_plan(made, output)
     _print(made, cluster, output, explain=inventory if explain else None, as_json=as_json)
+
+
+def _with_live_deployments(hint: str | None) -> str | None:
+    """Add what holds memory of this machine and its nodes, where something does."""
+    live = [folder.name for folder in all_deployments() if folder.has_supervisor()]
+    if not live:
+        return hint
+    held = "memory of this machine and its nodes that a new plan cannot count on"
+    return f"{hint or ''} Or: `linkcpp stop {live[0]}`, if that may end: it runs and takes {held}."
 
 
 def _print(

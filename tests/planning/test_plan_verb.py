@@ -12,6 +12,7 @@ from linkcpp.cluster.discovery import Discovery
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.resources import resource_folder
 from linkcpp.engine.records import EngineLocation
+from linkcpp.launch.folder import deployment_folder
 from linkcpp.planning.records import Plan, PlanMode
 from tests.planning.clusters import GIGABYTE, cluster, device, node
 
@@ -122,6 +123,23 @@ def test_what_does_not_fit_is_told_with_ways_out(saved_nodes: Path) -> None:
     assert "short" not in result.output  # said once, by whoever prints the error
     data = json.loads(run("--model", "deepseek-v3", "--nodes", str(saved_nodes), "--json").stdout)
     assert data["shortfalls"][0]["needed_bytes"] > data["shortfalls"][0]["available_bytes"]
+
+
+def test_a_deployment_that_takes_memory_is_named_where_nothing_fits(saved_nodes: Path) -> None:
+    here = ("--model", "122B", "--memory", "1GB", "--no-mdns")
+    folder = deployment_folder("moe")
+    with folder.lock():
+        folder.state_file.write_text("{}")
+        told = run(*here).exception
+        saved = run("--model", "deepseek-v3", "--nodes", str(saved_nodes)).exception
+    assert isinstance(told, LinkcppError)
+    assert "`linkcpp stop moe`" in (told.hint or "")
+    # What was saved of other machines has nothing to do with what runs here.
+    assert isinstance(saved, LinkcppError)
+    assert "linkcpp stop" not in (saved.hint or "")
+    ended = run(*here).exception
+    assert isinstance(ended, LinkcppError)
+    assert "linkcpp stop" not in (ended.hint or "")
 
 
 def test_machines_that_are_not_there_can_be_assumed(saved_nodes: Path) -> None:
