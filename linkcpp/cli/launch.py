@@ -281,10 +281,12 @@ def _show_preview(plan: Preview, *, as_json: bool) -> None:
         screen.print(server.request.model_dump_json(), markup=False, soft_wrap=True)
         screen.print(f"$ {shlex.join(server.command)}", markup=False, soft_wrap=True)
     for worker in plan.workers:
-        where = f"asked by POST {worker.urls[0]}/v1/workers" if worker.urls else "here"
+        where = "here, in an rpc-server that the virtual device drives"
+        if worker.urls:
+            where = f"in a worker, asked for by POST {worker.urls[0]}/v1/workers"
         screen.print(
-            f"\n[bold]an expert worker on {escape(worker.node_name)} {worker.device}[/], {where}, "
-            f"with {format_bytes(worker.slice_bytes)} of experts (layers:experts "
+            f"\n[bold]experts on {escape(worker.node_name)} {worker.device}[/], {where}: "
+            f"{format_bytes(worker.slice_bytes)} (layers:experts "
             f"{' '.join(worker.experts)})"
         )
         screen.print(f"$ {shlex.join(worker.command)}", markup=False, soft_wrap=True)

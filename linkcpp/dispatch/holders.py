@@ -1,4 +1,4 @@
-"""Links to workers: opened in threads, proved by a maintenance thread, used by the dispatching one.
+"""Links to holders: opened in threads, proved by a maintenance thread, used by the dispatching one.
 
 A link that fails, or is late, is closed at once, and opened again until the worker answers, so a
 worker that comes back is used again. Opening waits for strangers, so each has a thread of its own:
@@ -50,7 +50,7 @@ Check = Callable[["Holders", Holder, Trial, Sequence[Holder]], RowCheck]
 
 
 class Holders:
-    """All workers. ``on_change`` is called, from any thread, when one comes or goes.
+    """All holders. ``on_change`` is called, from any thread, when one comes or goes.
 
     Without ``check`` every worker is used that greets well.
     """

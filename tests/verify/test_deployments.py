@@ -3,7 +3,7 @@
 import asyncio
 import json
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,25 +221,43 @@ def test_the_prompts_that_ship_are_many_and_of_any_length() -> None:
     assert any(ord(max(prompt)) > 0x4E00 for prompt in prompts)
 
 
-def test_a_server_that_goes_away_in_the_middle_is_told_of_in_words() -> None:
-    async def ask() -> None:
-        def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.close()
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+Ask = Callable[[TextServer], Coroutine[Any, Any, Any]]
 
-        server = await asyncio.start_server(hang_up, "127.0.0.1")
+
+def _ask_stand_in(handler: Handler, who: str, ask: Ask) -> Any:
+    """Ask a stand-in for llama-server, for what a real one does too seldom."""
+
+    async def run() -> Any:
+        server = await asyncio.start_server(handler, "127.0.0.1")
         port = server.sockets[0].getsockname()[1]
-        async with server, TextServer(f"http://127.0.0.1:{port}", "The deployment") as text:
-            await text.tokenize("the")
+        async with server, TextServer(f"http://127.0.0.1:{port}", who) as text:
+            return await ask(text)
+
+    return asyncio.run(run())
+
+
+async def _answer(writer: asyncio.StreamWriter, status: str, told: Any) -> None:
+    body = json.dumps(told).encode()
+    head = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    writer.close()
+
+
+def test_a_server_that_goes_away_in_the_middle_is_told_of_in_words() -> None:
+    def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
 
     with pytest.raises(SilentError) as told:
-        asyncio.run(ask())
+        _ask_stand_in(hang_up, "The deployment", lambda text: text.tokenize("the"))
     assert str(told.value) == (
         "The deployment stopped answering: it closed the connection in the middle of a request."
     )
 
 
 def test_tokens_that_end_within_a_character_are_asked_for_again_with_more_behind_them() -> None:
-    """A stand-in for llama-server, which tells nothing of such tokens until the character ends."""
+    """llama-server tells nothing of such tokens until the character ends."""
     asked: list[int] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -247,42 +265,21 @@ def test_tokens_that_end_within_a_character_are_asked_for_again_with_more_behind
         size_bytes = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         count = json.loads(await reader.readexactly(size_bytes))["n_predict"]
         asked.append(count)
-        best = [{"id": 7, "logprob": -0.5}]
-        steps = [{"id": 7, "top_logprobs": best}] * count
+        steps = [{"id": 7, "top_logprobs": [{"id": 7, "logprob": -0.5}]}] * count
         told = {"completion_probabilities": steps} if count > 6 else {"content": ""}
-        body = json.dumps(told).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-        await writer.drain()
-        writer.close()
+        await _answer(writer, "200 OK", told)
 
-    async def ask() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1")
-        port = server.sockets[0].getsockname()[1]
-        async with server, TextServer(f"http://127.0.0.1:{port}", "The whole model") as text:
-            assert len(await text.continue_text([1, 2], 6)) == 6
-
-    asyncio.run(ask())
+    found = _ask_stand_in(answer, "The whole model", lambda text: text.continue_text([1, 2], 6))
+    assert len(found) == 6
     assert asked == [6, 10]
 
 
 def test_a_server_that_refuses_is_told_of_in_its_own_words() -> None:
-    body = b'{"error": {"code": 400, "message": "the prompt is too long"}}'
-    head = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(
-        body
-    )
-
-    async def ask() -> None:
-        async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(head + body)
-            await writer.drain()
-            writer.close()
-
-        server = await asyncio.start_server(refuse, "127.0.0.1")
-        port = server.sockets[0].getsockname()[1]
-        async with server, TextServer(f"http://127.0.0.1:{port}", "The deployment") as text:
-            await text.tokenize("the")
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        told = {"error": {"code": 400, "message": "the prompt is too long"}}
+        await _answer(writer, "400 Bad Request", told)
 
     with pytest.raises(LinkcppError) as told:
-        asyncio.run(ask())
+        _ask_stand_in(refuse, "The deployment", lambda text: text.tokenize("the"))
     assert told.value.message == "The deployment refuses: the prompt is too long"
