@@ -1,6 +1,7 @@
 """A real size, once: 122B's experts (hidden 3072, FFN 1024, 256 a layer, top-8), sliced and served.
 
     python benchmarks/real_size.py [--folder FOLDER] [--layers 2] [--experts 256] [--workers 8]
+        [--own]
 
 Makes a model of random but valid Q4_K and Q6_K blocks (3 GB), slices it for the workers and writes
 a hollow backbone, serves it through the virtual device, and compares text and top-8
@@ -32,8 +33,11 @@ from linkcpp.model.slices.writing import (
     write_backbone,
     write_slice,
 )
+from linkcpp.worker.slabs import GgufSlabs
+from tests.support.rpc_servers import process_on
 from tests.support.swarm import (
     as_json,
+    own_server,
     running_device,
     running_llama_server,
     running_worker,
@@ -120,13 +124,20 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     alone.__exit__(None, None, None)
     model.unlink()
     with contextlib.ExitStack() as stack:
-        workers = []
+        workers, servers = [], []
         with timed(results, "workers_load_seconds"):
             for k, path in enumerate(slices):
-                worker = running_worker(engine, path, None, folder, name=f"w{k}")
-                workers.append(stack.enter_context(worker))
-        entries = [worker_entry(f"w{k}", worker) for k, worker in enumerate(workers)]
-        device = stack.enter_context(running_device(engine, backbone, entries, folder))
+                if options.own:
+                    with contextlib.closing(GgufSlabs(path)) as slabs:
+                        server = own_server(engine, path, slabs.segments, name=f"s{k}")
+                    servers.append(stack.enter_context(server))
+                else:
+                    worker = running_worker(engine, path, None, folder, name=f"w{k}")
+                    workers.append(stack.enter_context(worker))
+            entries = [worker_entry(f"w{k}", worker) for k, worker in enumerate(workers)]
+            device = stack.enter_context(
+                running_device(engine, backbone, entries, folder, servers=tuple(servers))
+            )
         with timed(results, "backbone_load_seconds"):
             server = stack.enter_context(
                 running_llama_server(engine, backbone, folder, device_port=device.port)
@@ -137,9 +148,11 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         status = device.status()
         results["pairs_by_worker"] = [worker["pair_count"] for worker in status["workers"]]
         results["expert_bytes_dropped"] = status["dropped_bytes"]
+        process_ids = [worker.process.pid for worker in workers]
+        process_ids += [process_on(server.port).pid for server in servers]
         results["worker_bytes_beyond_slice"] = [
-            memory_bytes(worker.process.pid) - path.stat().st_size
-            for worker, path in zip(workers, slices, strict=True)
+            memory_bytes(process_id) - path.stat().st_size
+            for process_id, path in zip(process_ids, slices, strict=True)
         ]
         results["device_bytes"] = memory_bytes(device.running.process.pid)
     return results
@@ -151,6 +164,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--own", action="store_true", help="rpc-servers of the device, no workers")
     parser.add_argument("--tokens", type=int, default=16)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
