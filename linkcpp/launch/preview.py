@@ -17,7 +17,7 @@ from linkcpp.planning.records import ExpertShare, Plan, PlanMode
 # Their configurations hold tokens, and are removed once they were read.
 _EXPERTS_PROGRAMS = (
     ("<python>", "-P", "-m", "linkcpp.dispatch", "<configuration>"),
-    ("<python>", "-P", "-m", "linkcpp.launch.experts.front", "<configuration>"),
+    ("<python>", "-P", "-m", "linkcpp.front", "<configuration>"),
 )
 
 

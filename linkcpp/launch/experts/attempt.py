@@ -12,6 +12,8 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.sockets import HeldPort
 from linkcpp.dispatch.access import ControlAccess
 from linkcpp.dispatch.process import DispatchConfig
+from linkcpp.front.process import READY_PATTERN as FRONT_READY
+from linkcpp.front.process import FrontConfig
 from linkcpp.launch.api import check_port, hold_api_port
 from linkcpp.launch.attempt import Attempt, cancel_all
 from linkcpp.launch.decisions import Failure, Observed, Step
@@ -26,17 +28,15 @@ from linkcpp.launch.experts.dispatching import Dispatcher
 from linkcpp.launch.experts.events import BackboneCopied, DispatchSeen, FallbackChosen
 from linkcpp.launch.experts.fallback import fallback_room
 from linkcpp.launch.experts.files import Backbone, ExpertFiles
-from linkcpp.launch.experts.front import READY_PATTERN as FRONT_READY
-from linkcpp.launch.experts.front import FrontConfig
 from linkcpp.launch.experts.member import Circumstances, Member
 from linkcpp.launch.experts.members import members_of
-from linkcpp.launch.experts.programs import Program, start_program
 from linkcpp.launch.experts.records import ExpertsState
-from linkcpp.launch.experts.watching import watch_dispatcher, watch_program
+from linkcpp.launch.experts.watching import watch_dispatcher
 from linkcpp.launch.failing import BrokenError, StepRefusedError
 from linkcpp.launch.finding import FoundNode, find_node
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.journal import Journal
+from linkcpp.launch.programs import Program, start_program, watch_program
 from linkcpp.launch.records import Phase
 from linkcpp.launch.rendering import with_slots
 from linkcpp.launch.surroundings import Surroundings
@@ -228,7 +228,7 @@ class ExpertsAttempt(Attempt):
         check_port(request.host, request.port)
         engine_port = self._held.engine_port = hold_api_port(LOOPBACK, 0)
         self._held.front = await start_program(
-            "linkcpp.launch.experts.front",
+            "linkcpp.front",
             FrontConfig(
                 host=request.host,
                 port=request.port,

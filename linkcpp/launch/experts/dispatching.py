@@ -10,7 +10,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.dispatch.control import DispatchStatus, NewServer, NewWorker
 from linkcpp.dispatch.process import READY_PATTERN, DispatchConfig
 from linkcpp.engine.rpc_server import LOOPBACK
-from linkcpp.launch.experts.programs import Program, start_program
+from linkcpp.launch.programs import Program, start_program
 
 _CALL_SECONDS = 10.0
 

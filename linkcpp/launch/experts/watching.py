@@ -1,4 +1,4 @@
-"""What is watched in mode ``experts`` besides the workers: the dispatch process and the front."""
+"""What is watched in mode ``experts`` besides the workers: the dispatch process."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from linkcpp.launch.events import Noticed
 from linkcpp.launch.experts.decisions import lost_sentence
 from linkcpp.launch.experts.dispatching import Dispatcher
 from linkcpp.launch.experts.events import DispatchSeen
-from linkcpp.launch.experts.programs import Program
 from linkcpp.launch.experts.records import ExpertsState, WorkerPhase
 from linkcpp.launch.failing import BrokenError
 from linkcpp.launch.watch import Emit
@@ -17,15 +16,6 @@ SILENCES_FORGIVEN = 2
 # A member notices a worker that is gone by itself; this is about those that only look well.
 LOOKS_FORGIVEN = 2
 SERVING_SECONDS = 2.0
-
-
-async def watch_program(program: Program) -> None:
-    """Wait until a program ends by itself.
-
-    Raises:
-        BrokenError: it ended.
-    """
-    raise BrokenError(await program.wait_for_end())
 
 
 async def watch_dispatcher(

@@ -10,9 +10,9 @@ import httpx
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.dispatch.failures import FailureCounter
-from linkcpp.launch.experts.upstream import Upstream
+from linkcpp.front.upstream import Upstream
 
-_log = logging.getLogger("linkcpp.launch")
+_log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05
 CLEAN_SECONDS = 60.0

@@ -10,9 +10,9 @@ import httpx
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from linkcpp.launch.experts.gate import Passage
-from linkcpp.launch.experts.refusals import Refusal
-from linkcpp.launch.experts.upstream import STALL_SECONDS, Headers, Upstream
+from linkcpp.front.gate import Passage
+from linkcpp.front.refusals import Refusal
+from linkcpp.front.upstream import STALL_SECONDS, Headers, Upstream
 
 # Of one hop each (RFC 9110, section 7.6.1).
 _OWN_HEADERS = frozenset(

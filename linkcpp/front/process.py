@@ -1,6 +1,6 @@
 """What listens for the API in mode ``experts``: passes everything on to llama-server and back.
 
-``python -m linkcpp.launch.experts.front CONFIG.json`` is a process of its own, so that neither a
+``python -m linkcpp.front CONFIG.json`` is a process of its own, so that neither a
 slow client nor a burst of tokens delays the tunnels to the workers in the supervisor.
 
 Where a row could not be computed, llama-server has already taken it for a real one and goes on. The
@@ -11,8 +11,6 @@ begins llama-server forgets what it keeps of the prompts (``gate``).
 import asyncio
 import hmac
 import re
-import socket
-import sys
 from pathlib import Path
 
 import httpx
@@ -20,19 +18,19 @@ import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from linkcpp.common.errors import LinkcppError
 from linkcpp.common.metrics import metrics_response
 from linkcpp.common.programs import Announce, run_program
 from linkcpp.common.records import Record
 from linkcpp.common.request_log import RequestLog
 from linkcpp.common.serving import BoundedHttpProtocol
+from linkcpp.common.sockets import listen
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.dispatch.metrics import dispatch_metrics
-from linkcpp.launch.api import read_api_key
-from linkcpp.launch.experts.exchange import Exchange
-from linkcpp.launch.experts.gate import Cleaner, Gate, GateShutError
-from linkcpp.launch.experts.refusals import Refusal, Refusals
-from linkcpp.launch.experts.upstream import Upstream
+from linkcpp.front.exchange import Exchange
+from linkcpp.front.gate import Cleaner, Gate, GateShutError
+from linkcpp.front.keys import read_api_key
+from linkcpp.front.refusals import Refusal, Refusals
+from linkcpp.front.upstream import Upstream
 
 READY_PATTERN = r"^front ready"
 # llama-server has metrics of its own at /metrics.
@@ -123,23 +121,6 @@ def _is_routine(scope: Scope, _: int) -> bool:
     return bool(scope["method"] != "POST" or scope["path"] in _WITHOUT_COMPUTING)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise LinkcppError(
-            f"The API cannot listen on {host} port {port}: {error.strerror}.",
-            hint="Choose another port with --port, or 0 for any that is free.",
-        ) from error
-    return listener
-
-
 async def run_front(config: FrontConfig, announce: Announce) -> None:
     """Serve until SIGTERM or SIGINT; ``announce`` gets a line once it listens.
 
@@ -168,9 +149,9 @@ async def run_front(config: FrontConfig, announce: Announce) -> None:
             h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
         )
     )
-    listener = _listen(config.host, config.port)
+    sockets = listen(config.host, config.port)
     announce(f"front ready on port {config.port}")
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve(sockets=sockets))
     watching = asyncio.create_task(gate.watch())
     await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
@@ -185,7 +166,3 @@ async def run_front(config: FrontConfig, announce: Announce) -> None:
 def main(arguments: list[str]) -> int:
     """Run from a file with the configuration as JSON."""
     return run_program(arguments, FrontConfig, run_front)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

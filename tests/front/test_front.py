@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from linkcpp.common.logs import REQUEST_LOGGER, JsonFormatter
 from linkcpp.dispatch.failures import FailureCounter
-from linkcpp.launch.experts.front import FrontConfig, run_front
+from linkcpp.front.process import FrontConfig, run_front
 
 CONTROL_TOKEN = "control"
 STATUS: dict[str, Any] = {

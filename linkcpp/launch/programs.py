@@ -1,4 +1,4 @@
-"""The Python programs that a deployment in mode ``experts`` runs here, as supervised processes."""
+"""The Python programs that a deployment runs here, as supervised processes."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from linkcpp.common.files import write_atomically
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec
+from linkcpp.launch.failing import BrokenError
 
 START_SECONDS = 120.0
 STOP_SECONDS = 10.0
@@ -78,3 +79,12 @@ async def start_program(
         with contextlib.suppress(OSError):
             await asyncio.to_thread(config_path.unlink)
     return Program(process, tuple(ports))
+
+
+async def watch_program(program: Program) -> None:
+    """Wait until a program ends by itself.
+
+    Raises:
+        BrokenError: it ended.
+    """
+    raise BrokenError(await program.wait_for_end())
