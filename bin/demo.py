@@ -82,14 +82,14 @@ def _arguments() -> argparse.Namespace:
 
 
 def _demo_experts(arguments: argparse.Namespace, stack: ExitStack) -> int:
-    model = (arguments.model or packaged_model()).resolve()
-    keep = arguments.keep.resolve() if arguments.keep else None
+    model = (arguments.model or packaged_model()).absolute()
+    keep = arguments.keep.absolute() if arguments.keep else None
     return demo_experts(model, arguments.prompt, arguments.tokens, stack, keep=keep)
 
 
 def _demo(arguments: argparse.Namespace, stack: ExitStack) -> int:
     started = time.monotonic()
-    model = (arguments.model or packaged_model()).resolve()
+    model = (arguments.model or packaged_model()).absolute()
     inventory = read_inventory(str(model))
     engine = choose_engine()
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="linkcpp-demo-")))

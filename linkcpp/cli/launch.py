@@ -313,7 +313,7 @@ def _shell_words(command: tuple[str, ...]) -> str:
 
 
 def _unit(request: LaunchRequest, plan_file: Path) -> str:
-    command = [sys.executable, "-m", "linkcpp.cli.main", "launch", str(plan_file.resolve())]
+    command = [sys.executable, "-m", "linkcpp.cli.main", "launch", str(plan_file.absolute())]
     command += ["--foreground", "--name", request.name, "--model", request.model_path]
     command += ["--host", request.host, "--port", str(request.port)]
     if request.api_key_file:

@@ -37,7 +37,7 @@ def templates_folder(chosen: str | None) -> Path | None:
     named = chosen or os.environ.get("LINKCPP_TEMPLATES")
     if not named:
         return None
-    folder = expand_home(Path(named)).resolve()
+    folder = expand_home(Path(named)).absolute()
     if not folder.is_dir():
         raise LinkcppError(
             f"The templates folder {folder} does not exist.",

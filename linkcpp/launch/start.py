@@ -49,7 +49,7 @@ def make_request(
     """
     folder = deployment_folder(name_from_model(plan.model.name) if name is None else name)
     own_templates = templates_folder(templates)
-    key_file = expand_home(api_key_file).resolve() if api_key_file else None
+    key_file = expand_home(api_key_file).absolute() if api_key_file else None
     if key_file is not None:
         read_api_key(key_file)
     elif not is_loopback(host):
@@ -81,7 +81,7 @@ def _model_path(plan: Plan, model: str | None) -> Path | str:
         )
     path = expand_home(Path(location))
     if path.is_file():
-        return path.resolve()
+        return path.absolute()
     if model is not None:
         raise LinkcppError(
             f"There is no model file {model}.",

@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch.swarm import Swarm, one_process, tokens, wait_until
 from tests.support.engines import prebuilt_engine
-from tests.support.models import smollm2_path
+from tests.support.models import in_hub_cache, llama_parts, smollm2_path
 
 NAME = "smol"
 
@@ -145,6 +145,21 @@ def test_a_plan_for_one_machine_needs_neither_nodes_nor_a_token(
     assert [stage["is_coordinator"] for stage in state["stages"]] == [True]
     assert tokens(state["api_url"]) == reference
     swarm.run("stop", "alone")
+
+
+def test_a_split_model_is_served_from_a_cache_of_links(swarm: Swarm, tmp_path: Path) -> None:
+    links = in_hub_cache(llama_parts(), tmp_path)
+    key, link = tmp_path / "key-1", tmp_path / "key"
+    key.write_text("of-today\n")
+    link.symlink_to(key)
+    alone = swarm.plan(links[1], mode="single")
+    words = ("launch", str(alone), "--name", "links", "--port", "0", "--api-key-file", str(link))
+    state = swarm.run(*words, "--json").json
+    command = Path(swarm.home, "state", "deployments", "links", "llama-server.args").read_text()
+    assert str(links[0]) in command.split("\n")
+    assert str(link) in command.split("\n")
+    assert httpx.get(f"{state['api_url']}/health").status_code == httpx.codes.OK
+    swarm.run("stop", "links")
 
 
 def test_an_api_beyond_loopback_needs_its_key(swarm: Swarm, plan: Path) -> None:

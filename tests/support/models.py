@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import gguf
@@ -71,6 +71,20 @@ def qwen3moe() -> Path:
         model.attention(prefix, query=512, key=256)
         model.moe(prefix, count=16, width=256, quant=Q4_K, down=Q6_K)
     return model.finish()
+
+
+def in_hub_cache(parts: Iterable[Path], folder: Path) -> list[Path]:
+    """Lay files out as the cache of huggingface_hub does: names that lead to ``blobs/DIGEST``."""
+    blobs, snapshot = folder / "blobs", folder / "snapshots" / "main"
+    for made in (blobs, snapshot):
+        made.mkdir(parents=True)
+    links = []
+    for number, part in enumerate(parts):
+        blob = blobs / f"{number:064x}"
+        shutil.copy(part, blob)
+        links.append(snapshot / part.name)
+        links[-1].symlink_to(Path("..", "..", "blobs", blob.name))
+    return links
 
 
 QWEN35_HIDDEN = 256

@@ -162,7 +162,7 @@ def _local_files(files: ModelFiles, wanted: Addition) -> tuple[LocalFile, ...]:
         return ()
     found = []
     for source in files.sources:
-        path = Path(source.name).resolve()
+        path = Path(source.name).absolute()
         if source.version != FileSource.version_of(path.stat()):
             raise LinkcppError(
                 f"{path} was changed while it was read.", hint="Add it again when it is complete."

@@ -31,7 +31,7 @@ from tests.model.test_slice_memory import sparse_model
 from tests.model.test_slices import flip
 from tests.model.web_server import Handler, Server, send_range
 from tests.support.memory import peak_bytes
-from tests.support.models import llama, qwen3moe
+from tests.support.models import in_hub_cache, llama, llama_parts, qwen3moe
 
 
 def manifest_of(folder: Path, name: str = "m") -> ModelManifest:
@@ -315,11 +315,14 @@ def test_the_verb_adds_lists_and_removes(web: Server, tmp_path: Path) -> None:
     load_hub_identity(tmp_path, create=True)
     web.files["/m.gguf"] = qwen3moe().read_bytes()
     hub_models(tmp_path, "add", str(qwen3moe()), "--name", "tiny")
+    links = in_hub_cache(llama_parts(), tmp_path / "cache")
+    hub_models(tmp_path, "add", str(links[2]), "--name", "split")
     hub_models(tmp_path, "add", f"{web.url}/m.gguf?key=s3cret")
     listed = hub_models(tmp_path, "list", "--json").stdout
     models = {model["name"]: model for model in json.loads(listed)["models"]}
-    assert set(models) == {"tiny", "m"}
+    assert set(models) == {"tiny", "split", "m"}
     assert models["tiny"]["paths"] == [str(qwen3moe())]
+    assert models["split"]["paths"] == [str(link) for link in links]
     assert models["m"]["has_weights"] is False
     assert "s3cret" not in listed
     assert "from the web" in hub_models(tmp_path, "list").stdout
