@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
 from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery, OnChange
@@ -31,7 +32,6 @@ _HOW_TO_SHARE = (
     "To give a machine of yours this one's token, then start its node again:\n"
     "  linkcpp token --show | ssh OTHER linkcpp token set --replace"
 )
-_IPV4_ADDRESS_COLUMNS = len("255.255.255.255:65535")
 
 app = verb()
 
@@ -187,16 +187,14 @@ def render(
 
 
 def _table(nodes: Iterable[DiscoveredNode]) -> Table:
-    nodes = list(nodes)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("NODE", overflow="fold")
-    # An address must come whole, or it cannot be copied; only those of IPv6 are longer.
-    longest = max((len(_address(node)) for node in nodes), default=0)
-    table.add_column("ADDRESS", overflow="fold", min_width=min(longest, _IPV4_ADDRESS_COLUMNS))
+    table = WholeTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("NODE")
+    # An address that is broken cannot be copied.
+    table.add_column("ADDRESS", no_wrap=True)
     table.add_column("RTT, RATE", justify="right")
     table.add_column("FREE MEMORY", no_wrap=True)
     table.add_column("CORES", justify="right")
-    table.add_column("ENGINE", overflow="fold")
+    table.add_column("ENGINE")
     table.add_column("STATUS", no_wrap=True)
     for node in nodes:
         rate = node.link.bytes_per_second if node.link else None

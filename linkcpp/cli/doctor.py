@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.node.diagnosis import Diagnosis, Verdict
 from linkcpp.node.selfcheck import examine
@@ -34,10 +34,10 @@ def doctor(
 
 
 def _print_diagnosis(diagnosis: Diagnosis) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
+    table = WholeTable(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table.add_column()
     for item in diagnosis.observations:
         text = escape(item.detail)
         if item.hint:

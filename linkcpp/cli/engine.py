@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
@@ -130,9 +130,9 @@ def _check_all(locations: list[EngineLocation], *, refresh: bool) -> list[Engine
 
 
 def _print_table(engines: list[Engine]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = WholeTable(box=None, pad_edge=False, header_style="bold")
     for heading in ("engine", "found by", "build", "RPC", "devices", "verdict"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading)
     for engine in engines:
         fingerprint = engine.fingerprint
         build = rpc = "-"

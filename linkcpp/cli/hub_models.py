@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from linkcpp.cli.hub_access import DATA_OPTION, HUB_OPTION, JSON_OPTION, ask, data_folder_of
 from linkcpp.cli.output import byte_bar, console, print_json, status_console
+from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import expand_home
@@ -114,7 +114,7 @@ def _print_models(models: Sequence[ServedModel]) -> None:
     if not models:
         console().print("There are no models. `linkcpp hub models add MODEL.gguf` adds one.")
         return
-    table = Table("name", "size", "experts' part", "weights", "added", box=None)
+    table = WholeTable("name", "size", "experts' part", "weights", "added", box=None)
     for model in models:
         backbone = sum(part.backbone_bytes for part in model.parts)
         added = datetime.fromtimestamp(model.added_at, UTC).astimezone()

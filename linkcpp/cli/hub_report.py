@@ -1,9 +1,9 @@
 """The table of ``linkcpp hub nodes``."""
 
-from rich.table import Table
 from rich.text import Text
 
 from linkcpp.cli.output import console
+from linkcpp.cli.tables import WholeTable
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
 from linkcpp.registry.records import NodeList, Presence, RegisteredNode
@@ -13,10 +13,10 @@ _STYLES = {Presence.ONLINE: "green", Presence.STALE: "yellow", Presence.GONE: "r
 
 def print_nodes(answer: NodeList) -> None:
     """Print it; a machine that never sends heartbeats, such as a coordinator, has no state."""
-    table = Table(box=None)
+    table = WholeTable(box=None)
     for heading in ("name", "role", "state", "seen", "offers", "engine", "key"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("id", no_wrap=True, overflow="ignore")
+        table.add_column(heading)
+    table.add_column("id", no_wrap=True)
     for node in answer.nodes:
         table.add_row(
             printable(node.name),

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from linkcpp.cli.hub_access import DATA_OPTION, HUB_OPTION, JSON_OPTION, ask, is_start_of_id
 from linkcpp.cli.output import console, print_json
+from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import did_you_mean, printable
@@ -75,7 +75,7 @@ def list_all(
     if as_json:
         print_json(answer)
         return
-    table = Table(box=None)
+    table = WholeTable(box=None)
     for heading in ("id", "role", "state", "used", "label"):
         table.add_column(heading)
     for token in answer.tokens:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
@@ -102,9 +103,9 @@ def _report(inventory: ModelInventory, summary: Summary, context: int) -> Iterat
 
 def _facts(inventory: ModelInventory, summary: Summary, context: int) -> Table:
     shape = inventory.shape
-    table = Table.grid(padding=(0, 2))
+    table = WholeTable.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    table.add_column()
     parts = f" in {inventory.part_count} parts" if inventory.part_count > 1 else ""
     table.add_row("source", Text(f"{printable(inventory.source, _LONGEST_SOURCE)}{parts}"))
     table.add_row(
@@ -160,7 +161,7 @@ def _memory_text(inventory: ModelInventory, context: int) -> str:
 
 
 def _role_bars(summary: Summary) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = WholeTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("bytes by role")
     table.add_column("", no_wrap=True)
     table.add_column("size", justify="right")
@@ -209,7 +210,7 @@ def _print_presets(*, as_json: bool) -> None:
             ]
         )
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = WholeTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("name it as", "model", "architecture"):
         table.add_column(column)
     for column in ("size", "experts"):

@@ -40,8 +40,7 @@ from linkcpp.planning.records import PlanMode
 app = verb()
 
 _WILDCARDS = ("0.0.0.0", "::")
-# Loopback, and addresses that mean nothing without the name of an interface.
-_ONLY_HERE = ("127.", "::1", "fe80")
+_LOOPBACK = ("127.", "::1")
 # What a service manager must hand over so that the same folders, token and engine are used.
 _ENVIRONMENT = (
     "LINKCPP_HOME",
@@ -247,7 +246,7 @@ def _addresses_for_others(host: str) -> tuple[str, ...]:
         addresses = own_addresses(host)
     except OSError:
         return ()
-    return tuple(address for address in addresses if not address.startswith(_ONLY_HERE))
+    return tuple(address for address in addresses if not address.startswith(_LOOPBACK))
 
 
 def _run_in_foreground(request: LaunchRequest) -> None:

@@ -82,7 +82,7 @@ def _urls(host: str | None, port: int) -> list[str]:
         addresses = own_addresses(host or "::")
     except OSError:
         addresses = (host or "127.0.0.1",)
-    return [node_url(address, port) for address in addresses if not address.startswith("fe80")]
+    return [node_url(address, port) for address in addresses]
 
 
 def _announce(record: NodeRecord, urls: Sequence[str], kept_bytes: int) -> None:

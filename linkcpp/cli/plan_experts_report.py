@@ -8,6 +8,7 @@ from rich.text import Text
 
 from linkcpp.cli.inspect import bar
 from linkcpp.cli.plan_table import BarsWhereRoom, plan_table
+from linkcpp.cli.tables import WholeTable
 from linkcpp.common.units import format_bytes
 from linkcpp.model.slices.segments import Segment, describe
 from linkcpp.planning.records import ExpertShare, Plan
@@ -76,9 +77,9 @@ def segments_text(segments: tuple[Segment, ...], *, most: int | None = None) -> 
 def expert_explanation(plan: Plan) -> Iterator[RenderableType]:
     """Show what each holder takes of a token's time, and all that it holds."""
     yield Text("\nExperts of one token, by holder if it is asked in all its layers", style="bold")
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = WholeTable(box=None, pad_edge=False, header_style="dim")
     for title in ("holder", "layers: experts"):
-        table.add_column(title, overflow="fold")
+        table.add_column(title)
     for title in ("memory", "network", ""):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     slowest = max((s.compute_ms + s.network_ms for s in plan.expert_shares), default=0.0)

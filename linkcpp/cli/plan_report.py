@@ -11,6 +11,7 @@ from linkcpp.cli.output import window_text
 from linkcpp.cli.plan_experts_report import expert_explanation, expert_report, share_name
 from linkcpp.cli.plan_notes import parts_text, snapshot_note, weight_note
 from linkcpp.cli.plan_table import BarsWhereRoom, plan_table
+from linkcpp.cli.tables import WholeTable
 from linkcpp.common.units import format_bytes
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.records import DeviceMemory, Plan, Stage
@@ -166,7 +167,7 @@ def _memory_bar(memory: DeviceMemory) -> Text:
 
 
 def _time_table(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = WholeTable(box=None, pad_edge=False, header_style="dim")
     for title in ("stage", "layers"):
         table.add_column(title)
     for title in ("memory", "network", ""):

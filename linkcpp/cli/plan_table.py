@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 
+from linkcpp.cli.tables import WholeTable
+
 _LEAST_COLUMNS_FOR_BARS = 100
 _LONGEST_NAME_IN_ONE_LINE = 18
 
@@ -22,9 +24,9 @@ class BarsWhereRoom:
 
 def plan_table(names: Iterable[str], layers_title: str) -> Table:
     """Begin a table with columns for node, device and layers; layers are what wraps."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = WholeTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     is_short = all(len(name) <= _LONGEST_NAME_IN_ONE_LINE for name in names)
-    table.add_column("NODE", no_wrap=is_short, overflow="fold")
+    table.add_column("NODE", no_wrap=is_short)
     table.add_column("DEVICE", no_wrap=True)
-    table.add_column(layers_title, overflow="fold")
+    table.add_column(layers_title)
     return table

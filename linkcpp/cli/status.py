@@ -15,6 +15,7 @@ from rich.table import Table
 from linkcpp.cli.output import console, print_json, window_text, without_ids
 from linkcpp.cli.plan_files import save_counts
 from linkcpp.cli.status_experts import experts_view
+from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
@@ -184,8 +185,7 @@ def _facts(state: DeploymentState) -> str:
 
 
 def _stage_table(state: DeploymentState) -> Table:
-    table = Table("node", box=None, padding=(0, 1), header_style="dim")
-    table.columns[0].overflow = "fold"
+    table = WholeTable("node", box=None, padding=(0, 1), header_style="dim")
     for title in ("device", "layers"):
         table.add_column(title, no_wrap=True)
     for title in ("planned", "held", "memory", "rtt", "carried"):
@@ -211,7 +211,7 @@ def _stage_cells(stage: StageState) -> list[str]:
 
 
 def _metrics_table(deployment: str, counters: dict[str, float]) -> Table:
-    table = Table("counter", "value", box=None, padding=(0, 2), header_style="dim")
+    table = WholeTable("counter", "value", box=None, padding=(0, 2), header_style="dim")
     table.title = f"llama-server of {deployment}" + ("" if counters else ": no counters")
     for counter, value in sorted(counters.items()):
         table.add_row(escape(counter), f"{value:g}")

@@ -2,17 +2,16 @@
 
 from rich.console import RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from linkcpp.cli.output import without_ids
+from linkcpp.cli.tables import WholeTable
 from linkcpp.common.units import format_bytes
 from linkcpp.launch.experts.records import UNCHECKED, ExpertsState, WorkerPhase, WorkerState
 
 
 def experts_view(experts: ExpertsState) -> list[RenderableType]:
     """Return what every worker holds and did, and what nobody did."""
-    table = Table("worker", box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.columns[0].overflow = "fold"
+    table = WholeTable("worker", box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("state", no_wrap=True)
     for title in ("experts", "held", "replicas", "pairs", "bytes", "wait ms", "work ms", "failed"):
         table.add_column(title, justify="right", no_wrap=True)

@@ -5,6 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from linkcpp.cli.tables import WholeTable
 from linkcpp.common.text import printable
 from linkcpp.verify.records import TextAgreement, VerifyReport, WorkerReport
 from linkcpp.worker.agreement import Verdict
@@ -57,7 +58,7 @@ def _text_cells(found: TextAgreement) -> list[str]:
 
 def _worker_table(workers: tuple[WorkerReport, ...]) -> Table:
     table = _table("worker")
-    table.add_column("against", overflow="fold")
+    table.add_column("against")
     _add_numbers(table, "layers", "rows", "least\ncosine", "largest\ndiff", "relative", "verdict")
     for worker in workers:
         found = worker.agreement
@@ -75,8 +76,8 @@ def _worker_table(workers: tuple[WorkerReport, ...]) -> Table:
 
 
 def _table(first: str) -> Table:
-    table = Table(box=None, padding=(0, 1), collapse_padding=True, header_style="dim")
-    table.add_column(first, overflow="fold")
+    table = WholeTable(box=None, padding=(0, 1), collapse_padding=True, header_style="dim")
+    table.add_column(first)
     return table
 
 

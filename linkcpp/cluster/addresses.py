@@ -2,64 +2,129 @@
 
 import contextlib
 import ipaddress
+import re
 import socket
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import psutil
 
 # A machine with dozens of container bridges would fill mDNS packets with addresses of no use.
 MOST_ADDRESSES = 12
 
+_CONTAINERS = re.compile(
+    r"(docker|podman|cni|nerdctl|lxc|lxd|incus|virbr|vmnet|vboxnet|veth|cali|flannel|weave)"
+    r"|br-|vethernet \("
+)
+# Nothing is sent there: the system only says from which of its addresses it would be.
+_FAR_AWAY = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
-def own_addresses(bind_host: str) -> tuple[str, ...]:
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class InterfaceAddress(NamedTuple):
+    """One address of this machine; ``has_default_route``: its interface leads to the internet.
+
+    A link-local IPv6 address has its zone.
+    """
+
+    interface: str
+    address: _Address
+    has_default_route: bool
+
+
+def own_addresses(bind_host: str, *, with_link_local: bool = False) -> tuple[str, ...]:
     """List the addresses at which a server bound to ``bind_host`` can be reached, without zones.
 
-    A wildcard (``0.0.0.0``, ``::``) stands for every address of the interfaces that are up;
-    loopback is listed only where it is all that there is.
+    A wildcard (``0.0.0.0``, ``::``) stands for every address of the interfaces that are up, the
+    most useful first (``most_useful_first``) and no more than ``MOST_ADDRESSES``; loopback is
+    listed only where it is all that there is. A link-local IPv6 address says nothing without the
+    interface of whoever connects, so that it is listed only for those who hear it by mDNS
+    (``with_link_local``).
     """
     try:
         bound = ipaddress.ip_address(bind_host.partition("%")[0])
     except ValueError:
         bound = ipaddress.ip_address(socket.gethostbyname(bind_host))
     if not bound.is_unspecified:
-        return (bound.compressed,)
-    found = [
-        address
-        for address in interface_addresses()
-        if bound.version == 6 or isinstance(address, ipaddress.IPv4Address)
-    ]
-    beyond = [address for address in found if not address.is_loopback]
-    # IPv4 and global IPv6 before link-local, so that the cut takes the least useful ones.
-    ordered = sorted(beyond or found, key=lambda address: (address.is_link_local, address.version))
-    return tuple(address.compressed.partition("%")[0] for address in ordered[:MOST_ADDRESSES])
+        listed = [bound]
+    else:
+        found = [
+            address
+            for address in interface_addresses()
+            if bound.version == 6 or isinstance(address, ipaddress.IPv4Address)
+        ]
+        listed = [address for address in found if not address.is_loopback] or found
+    told = (
+        address.compressed.partition("%")[0]
+        for address in listed
+        if with_link_local or address.version == 4 or not address.is_link_local
+    )
+    return tuple(dict.fromkeys(told))[:MOST_ADDRESSES]
 
 
-def interface_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """List the addresses of all interfaces that are up; link-local IPv6 ones with their zone."""
+def interface_addresses() -> list[_Address]:
+    """List the addresses of all interfaces that are up, the most useful first.
+
+    Link-local IPv6 ones have their zone.
+    """
     stats = psutil.net_if_stats()
-    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
-    for interface, addresses in psutil.net_if_addrs().items():
+    sources = _default_sources()
+    found: list[InterfaceAddress] = []
+    for interface, entries in psutil.net_if_addrs().items():
         if interface in stats and not stats[interface].isup:
             continue
-        for entry in addresses:
-            if entry.family in (socket.AF_INET, socket.AF_INET6):
-                with contextlib.suppress(ValueError):
-                    found.append(ipaddress.ip_address(entry.address))
-    return found
+        texts = [e.address for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
+        for text in texts:
+            with contextlib.suppress(ValueError):
+                address = ipaddress.ip_address(text)
+                found.append(InterfaceAddress(interface, address, not sources.isdisjoint(texts)))
+    return most_useful_first(found)
+
+
+def most_useful_first(found: Iterable[InterfaceAddress]) -> list[_Address]:
+    """Order addresses by how likely another machine reaches this one there. Pure.
+
+    Those of the interface with the default route first, then those of private networks, then
+    others, then link-local ones; last what bridges of containers and virtual machines have, which
+    other machines have too. IPv4 goes before IPv6, and the order is the same at every call.
+    """
+
+    def rank(one: InterfaceAddress) -> tuple[bool, bool, bool, bool, int, str, int]:
+        address = one.address
+        is_bridge = _CONTAINERS.match(one.interface.lower()) is not None
+        return (
+            # A hypervisor's own way out may be a bridge.
+            is_bridge and not one.has_default_route,
+            address.is_link_local,
+            not one.has_default_route,
+            not address.is_private,
+            address.version,
+            one.interface,
+            int(address),
+        )
+
+    return [one.address for one in sorted(found, key=rank)]
+
+
+def _default_sources() -> frozenset[str]:
+    """Return the addresses from which this machine would call the internet."""
+    sources: set[str] = set()
+    for family, host in _FAR_AWAY:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            sources.add(probe.getsockname()[0])
+    return frozenset(sources)
 
 
 def link_local_zones() -> tuple[str, ...]:
-    """Name the interfaces on which a link-local IPv6 address could be."""
-    return tuple(
-        sorted(
-            {
-                address.scope_id
-                for address in interface_addresses()
-                if isinstance(address, ipaddress.IPv6Address)
-                and address.is_link_local
-                and address.scope_id
-            }
-        )
+    """Name the interfaces on which a link-local IPv6 address could be, the most useful first."""
+    zones = (
+        address.scope_id
+        for address in interface_addresses()
+        if isinstance(address, ipaddress.IPv6Address) and address.is_link_local
     )
+    return tuple(dict.fromkeys(zone for zone in zones if zone))
 
 
 def reachable_hosts(advertised: list[str], zones: tuple[str, ...]) -> tuple[str, ...]:

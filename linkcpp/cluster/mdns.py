@@ -87,7 +87,7 @@ class Advertiser:
                 somebody who does not share it).
         """
         try:
-            self._addresses = await asyncio.to_thread(own_addresses, self._bind_host)
+            self._addresses = await asyncio.to_thread(_advertised_addresses, self._bind_host)
             self._zeroconf = open_zeroconf(self._addresses)
             service = self._service()
             sent = await self._zeroconf.async_register_service(
@@ -105,7 +105,7 @@ class Advertiser:
         is_same = advertisement == self._advertisement
         self._advertisement = advertisement
         try:
-            addresses = await asyncio.to_thread(own_addresses, self._bind_host)
+            addresses = await asyncio.to_thread(_advertised_addresses, self._bind_host)
         except OSError as error:
             raise _unavailable(error) from error
         if self._zeroconf is None or addresses != self._addresses:
@@ -140,6 +140,10 @@ class Advertiser:
             server=f"linkcpp-{told.node_id}.local.",
             parsed_addresses=list(self._addresses),
         )
+
+
+def _advertised_addresses(bind_host: str) -> tuple[str, ...]:
+    return own_addresses(bind_host, with_link_local=True)
 
 
 def instance_label(name: str, node_id: str) -> str:

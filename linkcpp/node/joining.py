@@ -97,11 +97,7 @@ class Joining:
             addresses = own_addresses(self._host or "::")
         except OSError:
             return ()
-        return tuple(
-            node_url(address, self._direct_port, scheme=scheme)
-            for address in addresses
-            if not address.startswith("fe80")
-        )
+        return tuple(node_url(address, self._direct_port, scheme=scheme) for address in addresses)
 
 
 def _held(slices: SliceStore) -> Iterator[HeldUnits]:

@@ -1,5 +1,6 @@
 """From what was found at each address to the nodes that there are."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,10 +54,10 @@ def test_several_addresses_of_one_node_are_one_entry_with_the_nearest_first() ->
     record = node_record()
     node = only(
         answered(advert("10.0.0.5"), record, 3.0),
-        answered(advert("[fe80::1%eth0]"), record, 1.0),
+        answered(advert("10.9.0.5"), record, 1.0),
         answered(named("10.0.0.5"), record, 3.0),
     )
-    assert node.urls == ("http://[fe80::1%eth0]:8716", "http://10.0.0.5:8716")
+    assert node.urls == ("http://10.9.0.5:8716", "http://10.0.0.5:8716")
     assert node.found_by == "--node, mdns"
     assert node.status is NodeStatus.READY
     assert node.reason is None
@@ -71,7 +72,17 @@ def test_of_addresses_equally_near_the_plainest_goes_first() -> None:
         answered(advert("10.9.0.5"), record, 40.0),
     )
     hosts = [url.removeprefix("http://").removesuffix(":8716") for url in node.urls]
-    assert hosts == ["10.0.0.5", "[fd00::1]", "[fe80::1%eth0]", "10.9.0.5"]
+    assert hosts == ["10.0.0.5", "[fd00::1]", "10.9.0.5", "[fe80::1%eth0]"]
+
+
+@pytest.mark.parametrize("rtts_ms", [(9.0, 0.3, 1.1), (0.3, 9.0, 0.9), (1.1, 1.2, 9.0)])
+def test_an_address_that_answered_late_once_does_not_make_the_order_another(
+    rtts_ms: tuple[float, float, float],
+) -> None:
+    hosts = ("192.168.1.20", "[fe80::1%eth0]", "[fe80::1%wlan0]")
+    pairs = zip(hosts, rtts_ms, strict=True)
+    node = only(*(answered(advert(host), node_record(), rtt) for host, rtt in pairs))
+    assert node.urls[0] == "http://192.168.1.20:8716"
 
 
 def test_a_private_address_that_leads_back_to_this_machine_is_not_shown_as_the_other_node() -> None:
