@@ -1,6 +1,7 @@
 """A graph of llama-server as ready bytes for the backing server, and calls of experts between."""
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -110,19 +111,20 @@ Step = bytes | BoundCall
 _ANYWHERE = Span(0, 1 << 65)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Program:
     """What one graph becomes: requests for the backing server, and experts between them.
 
     ``follower`` is the program that came after it last time: most likely the next one again, so
-    comparing with its ``payload`` spares looking it up by a hash over all bytes. ``run_count``
-    counts how often it was executed.
+    comparing with its ``payload`` spares looking it up by a hash over all bytes. It is not kept by
+    that: programs that follow each other in a circle would be there for ever. ``run_count`` counts
+    how often it was executed.
     """
 
     payload: bytes
     steps: tuple[Step, ...]
     run_count: int = 0
-    follower: "Program | None" = None
+    follower: "weakref.ref[Program] | None" = None
 
 
 class Binder(NamedTuple):

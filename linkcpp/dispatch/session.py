@@ -1,8 +1,9 @@
 """One client of the virtual device: its requests, its memory, its graphs."""
 
 import socket
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from linkcpp.dispatch.experts import EarlyResult, ExpertRunner
@@ -26,6 +27,7 @@ from linkcpp.engine.wire import (
     Buffer,
     Command,
     Limits,
+    Message,
     WireError,
     answer_header,
     encode_answer,
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 _MOST_PROGRAMS = 4096
 _MOST_KNOWN = 64
+# Far more than the rows of any batch; weights, which nobody asks for again, are larger.
+_MOST_KNOWN_BYTES = 1 << 27
 _STALL_SECONDS = 60.0
 _REPLY_BYTES = 1 << 22
 _QUEUE_BYTES = 1 << 20
@@ -43,7 +47,11 @@ _LIMITS = Limits(set_tensor_bytes=1 << 30, graph_bytes=1 << 26)
 
 
 class Session:
-    """One client and what it allocated."""
+    """One client and what it allocated.
+
+    Nothing of it may refer back to it: so all of it goes as soon as the client does, and not when
+    Python next looks for cycles, which an idle process never does.
+    """
 
     def __init__(self, device: "VirtualDevice", client: socket.socket) -> None:
         self._device = device
@@ -60,26 +68,6 @@ class Session:
         self._experts = ExpertRunner(device)
         # What this client put where since the last command that is no SET.
         self._known: dict[int, bytes] = {}
-        self._handlers: dict[Command, Callable[[memoryview], None]] = {
-            Command.HELLO: self._hello,
-            Command.DEVICE_COUNT: lambda _: self._reply(self._fixed(Command.DEVICE_COUNT)),
-            Command.GET_ALIGNMENT: lambda p: self._query(Command.GET_ALIGNMENT, p),
-            Command.GET_MAX_SIZE: lambda p: self._query(Command.GET_MAX_SIZE, p),
-            Command.GET_DEVICE_MEMORY: self._device_memory,
-            Command.ALLOC_BUFFER: self._alloc_buffer,
-            Command.BUFFER_GET_BASE: self._buffer_base,
-            Command.FREE_BUFFER: self._free_buffer,
-            Command.BUFFER_CLEAR: self._clear_buffer,
-            Command.GET_ALLOC_SIZE: self._alloc_size,
-            Command.INIT_TENSOR: self._init_tensor,
-            Command.SET_TENSOR: self._set_tensor,
-            Command.SET_TENSOR_HASH: self._set_tensor_hash,
-            Command.MEMSET_TENSOR: self._memset_tensor,
-            Command.GET_TENSOR: self._get_tensor,
-            Command.COPY_TENSOR: self._copy_tensor,
-            Command.GRAPH_COMPUTE: self._graph_compute,
-            Command.GRAPH_RECOMPUTE: self._graph_recompute,
-        }
 
     def run(self) -> None:
         """Serve until the client leaves.
@@ -89,28 +77,32 @@ class Session:
             LinkcppError: it asked for what cannot be.
         """
         limit_sending(self._socket, _STALL_SECONDS)
-        backing = self._device.backing
         while (requests := self._requests.read()) is not None:
             with self._device.lock:
                 if self._device.failure is not None:
                     return
                 try:
-                    for command, payload in requests:
-                        if command != Command.GET_TENSOR:
-                            self._early = None
-                        self._handlers[command](payload)
-                        if self._reply_bytes > _REPLY_BYTES:
-                            self._send_replies()
-                    # Whatever is wanted back comes with a request of its own, and what was queued
-                    # leaves with that: one write, and the backing server wakes once.
-                    if backing.queued_bytes > _QUEUE_BYTES:
-                        backing.flush()
+                    self._handle(requests)
                 except WireError as error:
                     self._device.fail(error)
                     return
+            # A large one must not stay while the client has nothing to ask.
+            requests.clear()
             self._send_replies()
             if self._early is not None:
                 self._catch_up()
+
+    def _handle(self, requests: Sequence[Message]) -> None:
+        for command, payload in requests:
+            if command != Command.GET_TENSOR:
+                self._early = None
+            _HANDLERS[command](self, payload)
+            if self._reply_bytes > _REPLY_BYTES:
+                self._send_replies()
+        # Whatever is wanted back comes with a request of its own, and what was queued leaves with
+        # that: one write, and the backing server wakes once.
+        if self._device.backing.queued_bytes > _QUEUE_BYTES:
+            self._device.backing.flush()
 
     def _catch_up(self) -> None:
         """Let the backing server do what the client was already told, while the client goes on."""
@@ -150,6 +142,15 @@ class Session:
     def _hello(self, _: memoryview) -> None:
         self._requests.speak(self._device.backing.dialect)
         self._reply(self._fixed(Command.HELLO))
+
+    def _device_count(self, _: memoryview) -> None:
+        self._reply(self._fixed(Command.DEVICE_COUNT))
+
+    def _alignment(self, payload: memoryview) -> None:
+        self._query(Command.GET_ALIGNMENT, payload)
+
+    def _max_size(self, payload: memoryview) -> None:
+        self._query(Command.GET_MAX_SIZE, payload)
 
     def _query(self, command: Command, payload: memoryview) -> None:
         self._check_device(messages.DEVICE_INDEX.parse(payload).device)
@@ -233,7 +234,8 @@ class Session:
         for start, old in list(self._known.items()):
             if start < end and address < start + len(old):
                 del self._known[start]
-        if len(self._known) < _MOST_KNOWN:
+        known_bytes = sum(map(len, self._known.values())) + len(data)
+        if len(self._known) < _MOST_KNOWN and known_bytes <= _MOST_KNOWN_BYTES:
             self._known[address] = data
 
     def _set_tensor_hash(self, payload: memoryview) -> None:
@@ -273,11 +275,11 @@ class Session:
     def _graph_compute(self, payload: memoryview) -> None:
         key = bytes(payload)
         last = self._program
-        program = last.follower if last is not None else None
+        program = last.follower() if last is not None and last.follower is not None else None
         if program is None or program.payload != key:
             program = self._programs.get(key) or self._compile(key)
             if last is not None:
-                last.follower = program
+                last.follower = weakref.ref(program)
         self._program = program
         self._run_program(program)
 
@@ -310,3 +312,25 @@ class Session:
         if early is not None and self._experts.is_right(early, program.run_count):
             self._early = early
         program.run_count += 1
+
+
+_HANDLERS: Mapping[Command, Callable[[Session, memoryview], None]] = {
+    Command.HELLO: Session._hello,
+    Command.DEVICE_COUNT: Session._device_count,
+    Command.GET_ALIGNMENT: Session._alignment,
+    Command.GET_MAX_SIZE: Session._max_size,
+    Command.GET_DEVICE_MEMORY: Session._device_memory,
+    Command.ALLOC_BUFFER: Session._alloc_buffer,
+    Command.BUFFER_GET_BASE: Session._buffer_base,
+    Command.FREE_BUFFER: Session._free_buffer,
+    Command.BUFFER_CLEAR: Session._clear_buffer,
+    Command.GET_ALLOC_SIZE: Session._alloc_size,
+    Command.INIT_TENSOR: Session._init_tensor,
+    Command.SET_TENSOR: Session._set_tensor,
+    Command.SET_TENSOR_HASH: Session._set_tensor_hash,
+    Command.MEMSET_TENSOR: Session._memset_tensor,
+    Command.GET_TENSOR: Session._get_tensor,
+    Command.COPY_TENSOR: Session._copy_tensor,
+    Command.GRAPH_COMPUTE: Session._graph_compute,
+    Command.GRAPH_RECOMPUTE: Session._graph_recompute,
+}

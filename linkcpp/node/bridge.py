@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -44,7 +45,8 @@ class Bridge:
         self._port = port
         self._account = account
         self._piece_bytes = piece_bytes
-        self._link = Link(self._send)
+        # Not by a method of its own: what the link holds must go as soon as the bridge does.
+        self._link = Link(functools.partial(_send, websocket))
         self._end: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
 
     def end(self, code: BridgeCloseCode, reason: str) -> None:
@@ -116,15 +118,16 @@ class Bridge:
             finally:
                 guard.close()
 
-    async def _send(self, message: str | bytes) -> None:
-        if isinstance(message, bytes):
-            await self._websocket.send({"type": "websocket.send", "bytes": message})
-        else:
-            await self._websocket.send({"type": "websocket.send", "text": message})
-
     async def _close(self, error: LinkError) -> None:
         if self._websocket.client_state is not WebSocketState.CONNECTED:
             return
         reason = error.reason.encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
         with contextlib.suppress(RuntimeError, OSError, WebSocketDisconnect):
             await self._websocket.close(error.code, reason)
+
+
+async def _send(websocket: WebSocket, message: str | bytes) -> None:
+    if isinstance(message, bytes):
+        await websocket.send({"type": "websocket.send", "bytes": message})
+    else:
+        await websocket.send({"type": "websocket.send", "text": message})

@@ -29,6 +29,7 @@ from linkcpp.worker.store import Group, SlabStore
 DEFAULT_SCRATCH_BYTES = 64 * 2**20
 _FIRST_SCRATCH_BYTES = 2**20
 _MOST_PLANS = 1024
+_MOST_CHAINS = 1024
 
 
 def split_by_expert(expert_ids: Numbers, most_pairs: int, most_experts: int) -> list[Numbers]:
@@ -184,8 +185,17 @@ class ExpertCompute:
     def _need(self, keyed: KeyedChain) -> ScratchNeed:
         found = self._needs.get(keyed.key)
         if found is None:
+            if len(self._needs) >= _MOST_CHAINS:
+                self._forget_chains()
             found = self._needs[keyed.key] = scratch_need(keyed.chain)
         return found
+
+    def _forget_chains(self) -> None:
+        """Forget what was found out of chains, most of them of links that are closed by now."""
+        for known in (self._needs, self._token_pairs, self._checked, self._plans):
+            known.clear()
+        self._token_plans.clear()
+        self._last = None
 
     def _step(self, chain: KeyedChain, pairs: Pairs) -> _Planning[Step]:
         layer, row_index, expert_ids, inputs = pairs

@@ -2,12 +2,17 @@
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.websockets import WebSocket, WebSocketState
 
+from linkcpp.node.bridge import Bridge
 from linkcpp.node.link import CHUNK_BYTES, Link, LinkError, ReceiveWindow, SendWindow
 from linkcpp.node.records import BRIDGE_CLOSE, BRIDGE_OPEN, BRIDGE_WINDOW_BYTES
 
@@ -226,3 +231,33 @@ def test_whatever_frames_come_the_link_takes_them_or_names_what_is_wrong(
             assert error.reason
 
     asyncio.run(feed_all())
+
+
+class _Leaving:
+    """A client that sends two messages, which nobody takes, and goes away."""
+
+    client_state = WebSocketState.DISCONNECTED
+
+    def __init__(self) -> None:
+        self._messages = [bytes(CHUNK_BYTES), b"more"]
+
+    async def accept(self) -> None:
+        pass
+
+    async def receive(self) -> dict[str, object]:
+        if self._messages:
+            return {"type": "websocket.receive", "bytes": self._messages.pop(0)}
+        return {"type": "websocket.disconnect"}
+
+
+async def test_what_a_client_left_with_a_bridge_goes_without_a_collector() -> None:
+    gc.disable()
+    try:
+        bridge = Bridge(cast("WebSocket", _Leaving()), "rpc-server", 1)
+        gone = weakref.ref(bridge._link)
+        await bridge.run()
+        del bridge
+        await asyncio.sleep(0)
+        assert gone() is None
+    finally:
+        gc.enable()
