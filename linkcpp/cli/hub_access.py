@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from linkcpp.common.alone import held_alone
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import LinkcppError, NotNowError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import data_folder, expand_home
 from linkcpp.hub.identity import load_hub_identity
@@ -59,7 +59,7 @@ def only_hub(folder: Path) -> AbstractContextManager[None]:
     Raises:
         LinkcppError: a hub runs with this folder already.
     """
-    taken = LinkcppError(
+    taken = NotNowError(
         f"A hub runs already with the data folder {folder}.",
         hint="Stop that one first, or give another folder with --data.",
     )

@@ -98,7 +98,11 @@ def launch(
         ),
     ] = DEFAULT_PATIENCE_SECONDS,
     foreground: Annotated[
-        bool, typer.Option("--foreground", help="Stay attached, as a service manager wants it.")
+        bool,
+        typer.Option(
+            "--foreground",
+            help="Stay attached and wait for what is missing, as a service manager wants it.",
+        ),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print every command and file, and do nothing.")
@@ -122,6 +126,7 @@ def launch(
         use_mdns=not no_mdns,
         fallback_bytes=None if fallback_memory is None else parse_bytes(fallback_memory),
         patience_seconds=patience,
+        keeps_trying=foreground,
     )
     choose_format(log_format)
     if unit:

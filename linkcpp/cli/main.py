@@ -1,6 +1,7 @@
 """The ``linkcpp`` command: finds the verb, and turns expected failures into one sentence.
 
-Exit codes: 0 done, 1 a defect of linkcpp, 2 something that the user can mend, 130 interrupted.
+Exit codes: 0 done, 1 a defect of linkcpp, 2 something that the user can mend, 75 the same where it
+may also pass by itself (a port is taken, a model is not there, a disk is full), 130 interrupted.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from linkcpp import __version__
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import EXIT_ERROR, EXIT_NOT_NOW, LinkcppError, is_passing
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import state_folder
 from linkcpp.common.text import did_you_mean, printable
@@ -173,7 +174,7 @@ def main() -> None:
         sys.exit(code if isinstance(code, int) else 0)
     except _UsageError as error:
         _tell_about_usage(errors, error)
-        sys.exit(2)
+        sys.exit(EXIT_ERROR)
     except typer.Abort:
         errors.print("interrupted")
         sys.exit(130)
@@ -181,7 +182,7 @@ def main() -> None:
         _tell(errors, "error", error.message)
         if error.hint:
             _tell(errors, "way out", error.hint)
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         errors.print("interrupted")
         sys.exit(130)
@@ -192,7 +193,7 @@ def main() -> None:
             # A full disk behind `> file`, a folder of another user: not ours to mend.
             _tell(errors, "error", f"The system refuses: {error}.")
             _tell(errors, "way out", "Mend that; LINKCPP_DEBUG=1 shows where it happens.")
-            sys.exit(2)
+            sys.exit(EXIT_NOT_NOW if is_passing(error) else EXIT_ERROR)
         _tell(errors, "defect in linkcpp", repr(error))
         _tell(errors, "way out", f"LINKCPP_DEBUG=1 prints the details.{_report_defect()}")
         sys.exit(1)

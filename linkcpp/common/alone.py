@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import LinkcppError, error_of_system
 
 
 @contextlib.contextmanager
@@ -20,7 +20,8 @@ def held_alone(path: Path, taken: LinkcppError) -> Iterator[None]:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise LinkcppError(
+        raise error_of_system(
+            error,
             f"Cannot write {path}: {error.strerror}.",
             hint="Free some space, or choose a folder that you may write (LINKCPP_HOME).",
         ) from error

@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import error_of_system
 
 
 def write_atomically(path: Path, content: bytes | str, *, mode: int = 0o644) -> None:
@@ -36,7 +36,8 @@ def write_atomically(path: Path, content: bytes | str, *, mode: int = 0o644) -> 
                 Path(temporary).unlink()
             raise
     except OSError as error:
-        raise LinkcppError(
+        raise error_of_system(
+            error,
             f"Cannot write {path}: {error.strerror or error}.",
             hint="Free some space or choose another folder.",
         ) from error

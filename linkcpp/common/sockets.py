@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from linkcpp.common.closing import Closing
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import LinkcppError, NotNowError, error_of_system
 
 _UNSENT_BYTES = 128 * 1024
 _PORTS = range(20_000, 32_000)
@@ -156,11 +156,12 @@ def _bind(host: str, port: int) -> socket.socket:
         if opened is not None:
             opened.close()
         if error.errno == errno.EADDRINUSE:
-            raise LinkcppError(
+            raise NotNowError(
                 f"Port {port} of {host} is taken, perhaps by another linkcpp.",
                 hint="Stop that one, or choose another port with --port (0 takes a free one).",
             ) from error
-        raise LinkcppError(
+        raise error_of_system(
+            error,
             f"Cannot listen on {host} port {port}: {error.strerror or error}.",
             hint="Give an address of this machine with --host, and a port above 1023.",
         ) from error

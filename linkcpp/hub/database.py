@@ -11,10 +11,10 @@ import alembic.config
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import LinkcppError, NotNowError
 from linkcpp.common.text import printable
 from linkcpp.hub.data import make_data_folder
 from linkcpp.hub.problems import HubProblem
@@ -49,7 +49,8 @@ def open_database(url: str | None, data: Path) -> Engine:
         engine.dispose()
         if full := disk_full(error):
             raise full from error
-        raise LinkcppError(
+        kind = NotNowError if isinstance(error, OperationalError) else LinkcppError
+        raise kind(
             f"The hub's database cannot be used: {describe_error(error)}.",
             hint="See that the database server runs and that --database names it rightly.",
         ) from error

@@ -1,9 +1,10 @@
 """Why the hub refuses a call."""
 
 import math
+from http import HTTPStatus
 from typing import Final
 
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import EXIT_NOT_NOW, LinkcppError
 from linkcpp.common.records import ErrorBody
 
 HINT_JOIN: Final = "`linkcpp join URL --token …` gets a token of this hub."
@@ -25,6 +26,8 @@ class HubProblem(LinkcppError):  # noqa: N818 - a refusal, no defect
         self.status = status
         self.code = code
         self.retry_after_seconds = retry_after_seconds
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self.exit_code = EXIT_NOT_NOW
 
     def headers(self) -> dict[str, str]:
         """Return what else goes into the answer's head."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from linkcpp.common.closing import AsyncClosing
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import LinkcppError, error_of_system
 from linkcpp.common.sockets import HeldPort, hold_port
 from linkcpp.front.keys import read_api_key
 
@@ -101,7 +101,8 @@ def hold_api_port(host: str, port: int) -> HeldPort:
         ) from error
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise LinkcppError(
+        raise error_of_system(
+            error,
             f"The API cannot listen on {host} port {port}: {reason}.",
             hint="Choose another port with --port (0: any that is free), or another --host.",
         ) from error

@@ -30,7 +30,7 @@ from linkcpp.launch.events import (
     ServerSeen,
     TunnelOpened,
 )
-from linkcpp.launch.failing import BrokenError, StepRefusedError
+from linkcpp.launch.failing import BrokenError, NeverError, StepRefusedError
 from linkcpp.launch.finding import FoundNode, find_nodes
 from linkcpp.launch.journal import Journal
 from linkcpp.launch.records import Phase
@@ -68,8 +68,8 @@ class Attempt:
         self._resources = Resources()
         self._watchers: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[BrokenError] = asyncio.get_running_loop().create_future()
-        self.has_served = False
-        self.is_again = journal.state.restart_count > 0
+        self._served_since: float | None = None
+        self.keeps_trying = self._request.keeps_trying or journal.state.restart_count > 0
 
     async def run(self) -> Failure:
         """Go through the chain and serve; returns why that ended.
@@ -82,7 +82,7 @@ class Attempt:
             while (step := self._next(observed)) is not Step.SERVE:
                 log.debug("step %s", step.value)
                 observed = await self._unless_broken(self._do(step, observed))
-            self.has_served = True
+            self._served_since = time.monotonic()
             self._journal.emit(PhaseEntered(Phase.READY))
             broken = await self._broken
         except BrokenError as error:
@@ -92,6 +92,16 @@ class Attempt:
         except LinkcppError as error:
             broken = await self._cause_of(error)
         return await self._diagnose(broken)
+
+    @property
+    def has_served(self) -> bool:
+        """Whether the API was ready."""
+        return self._served_since is not None
+
+    @property
+    def served_seconds(self) -> float:
+        """For how long the API has been ready; 0 where it never was."""
+        return 0.0 if self._served_since is None else time.monotonic() - self._served_since
 
     def _next(self, observed: Observed) -> Step:
         return next_step(self._plan, observed)
@@ -262,7 +272,7 @@ class Attempt:
             self._journal.emit(ServerSeen(index, seen))
         problems = unproved_stages(self._plan, self._journal.state.stages)
         if problems:
-            raise LinkcppError(
+            raise NeverError(
                 f"The model is not split as planned: {'; '.join(problems)}.",
                 hint=f"`linkcpp logs {self._request.name}` shows what llama-server did instead; a "
                 "template of your own or a patched engine can be the reason.",

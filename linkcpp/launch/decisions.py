@@ -10,9 +10,11 @@ from linkcpp.common.units import format_bytes
 from linkcpp.launch.records import StageState
 from linkcpp.planning.records import Plan
 
-RESTART_LIMIT = 5
-RESTART_WINDOW_SECONDS = 900.0
+# Of a launch that never served, while its user waits for an answer.
+FIRST_TRIES = 6
+LINK_MEMORY_SECONDS = 900.0
 FIRST_PAUSE_SECONDS = 0.5
+# Also how long a deployment has to serve for its earlier failures to count as healed.
 LONGEST_PAUSE_SECONDS = 30.0
 # A link may hiccup once; a node whose link fails again is not worth another interruption.
 LINK_LOSSES_FORGIVEN = 1
@@ -97,7 +99,8 @@ class Failure:
 
     ``lost_nodes`` do not answer any more (or refused what they were asked); ``broken_links`` are
     nodes that answer though their link to a server broke. ``is_final`` marks what starting again
-    cannot mend. ``has_served`` tells whether the deployment was ready at any time before.
+    cannot mend. ``served_seconds`` is for how long the attempt was ready. ``keeps_trying`` is false
+    only of a launch that never served and whose user waits to be told.
     """
 
     at_seconds: float
@@ -106,15 +109,20 @@ class Failure:
     lost_nodes: frozenset[NodeId] = frozenset()
     broken_links: frozenset[NodeId] = frozenset()
     is_final: bool = False
-    has_served: bool = True
+    served_seconds: float = 0.0
+    keeps_trying: bool = True
 
 
 @dataclass(frozen=True)
 class History:
-    """The failures of a deployment so far, and the nodes that it does without since then."""
+    """The failures of a deployment so far, and the nodes that it does without since then.
+
+    ``unhealed_count`` counts those since it last served for a while.
+    """
 
     failures: tuple[Failure, ...] = ()
     excluded: frozenset[NodeId] = frozenset()
+    unhealed_count: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,11 +151,15 @@ class Recovery:
 
 
 def recover(plan: Plan, history: History, failure: Failure) -> Recovery:
-    """Decide what to do after ``failure``; old failures are forgotten after a while."""
+    """Decide what to do after ``failure``.
+
+    What has served is started again for as long as somebody wants it, ever more seldom while that
+    does not help. Broken links are forgotten after a while.
+    """
     recent = tuple(
         earlier
         for earlier in history.failures
-        if failure.at_seconds - earlier.at_seconds < RESTART_WINDOW_SECONDS
+        if failure.at_seconds - earlier.at_seconds < LINK_MEMORY_SECONDS
     )
     unreliable = {
         node
@@ -155,21 +167,32 @@ def recover(plan: Plan, history: History, failure: Failure) -> Recovery:
         if sum(node in earlier.broken_links for earlier in recent) >= LINK_LOSSES_FORGIVEN
     }
     dropped = failure.lost_nodes | unreliable
-    after = History((*recent, failure), history.excluded | dropped)
+    has_healed = failure.served_seconds >= LONGEST_PAUSE_SECONDS
+    unhealed_count = 1 if has_healed else history.unhealed_count + 1
+    after = History((*recent, failure), history.excluded | dropped, unhealed_count)
     if failure.is_final:
         return Recovery(after, action=GiveUp(failure.reason, failure.hint))
-    if len(recent) >= RESTART_LIMIT:
-        reason = f"{failure.reason}; that was failure {len(after.failures)} in a short time"
-        return Recovery(after, action=GiveUp(reason, failure.hint))
-    if not failure.has_served and recent and _is_alike(failure, recent[-1]):
-        reason = f"{failure.reason}, and the same again at the second try"
-        return Recovery(after, action=GiveUp(reason, failure.hint))
+    if not failure.keeps_trying:
+        if unhealed_count >= FIRST_TRIES:
+            reason = f"{failure.reason}; that was try {unhealed_count}"
+            return Recovery(after, action=GiveUp(reason, failure.hint))
+        if recent and _is_alike(failure, recent[-1]):
+            reason = f"{failure.reason}, and the same again at the second try"
+            return Recovery(after, action=GiveUp(reason, failure.hint))
     names = remote_nodes(plan)
     without = ", ".join(sorted(names.get(node, node) for node in dropped))
     again = f"starting again without {without}" if without else "starting again"
-    pause = min(FIRST_PAUSE_SECONDS * 2 ** len(recent), LONGEST_PAUSE_SECONDS)
-    action = StartAgain(pause, bool(dropped), f"{failure.reason}; {again}")
+    pause = pause_seconds(unhealed_count)
+    soon = f" in {pause:.0f} s" if pause >= LONGEST_PAUSE_SECONDS else ""
+    action = StartAgain(pause, bool(dropped), f"{failure.reason.rstrip('.')}; {again}{soon}")
     return Recovery(after, action=action)
+
+
+def pause_seconds(unhealed_count: int) -> float:
+    """Return how long to wait after that many failures in a row."""
+    # Larger exponents overflow a float in the course of years.
+    pause = FIRST_PAUSE_SECONDS * 2.0 ** min(unhealed_count - 1, 64)
+    return min(pause, LONGEST_PAUSE_SECONDS)
 
 
 def _is_alike(failure: Failure, earlier: Failure) -> bool:

@@ -209,6 +209,9 @@ def _enter(
 
 
 def _noticed(state: DeploymentState, text: str, now: float) -> tuple[Notice, ...]:
+    if state.notices and state.notices[-1].text == text:
+        # Said since then, and true again or still.
+        return state.notices
     return (*state.notices, Notice(at=now, text=text))[-NOTICE_LIMIT:]
 
 

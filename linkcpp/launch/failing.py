@@ -1,5 +1,8 @@
 """How a step tells that it cannot be done."""
 
+import contextlib
+from collections.abc import Iterator
+
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
 
@@ -16,6 +19,19 @@ class StepRefusedError(LinkcppError):
 
 class NodeMissingError(StepRefusedError):
     """Nodes that a step needs cannot be found, and none refused to talk."""
+
+
+class NeverError(LinkcppError):
+    """The plan cannot work as it is, however often it is tried: another model, another engine."""
+
+
+@contextlib.contextmanager
+def never_again() -> Iterator[None]:
+    """Raise what the block cannot do as a ``NeverError``."""
+    try:
+        yield
+    except LinkcppError as error:
+        raise NeverError(error.message, hint=error.hint) from error
 
 
 class BrokenError(Exception):

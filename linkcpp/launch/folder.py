@@ -12,7 +12,7 @@ from typing import TypeVar
 import psutil
 from pydantic import BaseModel, ValidationError
 
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import LinkcppError, NotNowError, error_of_system
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import state_folder
 from linkcpp.dispatch.access import ControlAccess
@@ -220,7 +220,8 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise LinkcppError(
+        raise error_of_system(
+            error,
             f"Cannot make the folder {path}: {error.strerror}.",
             hint="Free some space, or set LINKCPP_HOME to a folder that you may write.",
         ) from error
@@ -234,7 +235,7 @@ def _take(descriptor: int, name: str) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise LinkcppError(
+                raise NotNowError(
                     f"The deployment {name!r} already runs.",
                     hint=f"`linkcpp stop {name}` ends it; --name starts another one beside it.",
                 ) from None

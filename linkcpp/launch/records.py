@@ -24,7 +24,8 @@ class LaunchRequest(Record):
     ``api_key_file`` is ``None`` where the API is open, which only loopback may be. In mode
     ``experts`` this machine computes what no worker does, with at most ``fallback_bytes`` of
     experts in memory (0: it does not; ``None``: what the plan leaves free); where that cannot be,
-    a request waits for a worker for ``patience_seconds``.
+    a request waits for a worker for ``patience_seconds``. With ``keeps_trying`` a launch waits for
+    what is missing instead of telling so and ending: nobody is there to be told.
     """
 
     schema_version: int = STATE_SCHEMA_VERSION
@@ -39,6 +40,7 @@ class LaunchRequest(Record):
     use_mdns: bool = True
     fallback_bytes: int | None = Field(default=None, ge=0)
     patience_seconds: float = Field(default=DEFAULT_PATIENCE_SECONDS, ge=0, allow_inf_nan=False)
+    keeps_trying: bool = False
 
 
 class Phase(StrEnum):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import LinkcppError, NotNowError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import expand_home
 from linkcpp.front.keys import read_api_key
@@ -41,6 +41,7 @@ def make_request(
     use_mdns: bool,
     fallback_bytes: int | None = None,
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    keeps_trying: bool = False,
 ) -> LaunchRequest:
     """Turn what the user said into a whole request, all paths absolute.
 
@@ -66,6 +67,7 @@ def make_request(
         use_mdns=use_mdns,
         fallback_bytes=fallback_bytes,
         patience_seconds=patience_seconds,
+        keeps_trying=keeps_trying,
     )
 
 
@@ -83,11 +85,11 @@ def _model_path(plan: Plan, model: str | None) -> Path | str:
     if path.is_file():
         return path.absolute()
     if model is not None:
-        raise LinkcppError(
+        raise NotNowError(
             f"There is no model file {model}.",
             hint="Name a GGUF with --model; a model of a hub is hub+https://hub.example#model=NAME.",
         )
-    raise LinkcppError(
+    raise NotNowError(
         f"The plan is for {location}, which is no file on this machine.",
         hint="Name the model's GGUF with --model.",
     )

@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from linkcpp.cluster.records import NodeId
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import EXIT_ERROR, LinkcppError
 from linkcpp.common.logs import log_to_handler
 from linkcpp.common.request_ids import begin_request
 from linkcpp.launch.attempt import Attempt
-from linkcpp.launch.decisions import Failure, GiveUp, History, recover
+from linkcpp.launch.decisions import Failure, GiveUp, History, pause_seconds, recover
 from linkcpp.launch.events import (
     PhaseEntered,
     PlanAdopted,
@@ -31,7 +31,7 @@ from linkcpp.launch.events import (
     first_state,
 )
 from linkcpp.launch.experts.attempt import ExpertsAttempt
-from linkcpp.launch.failing import StepRefusedError
+from linkcpp.launch.failing import NeverError, StepRefusedError
 from linkcpp.launch.folder import DeploymentFolder, identity_of
 from linkcpp.launch.journal import Journal
 from linkcpp.launch.llamaserver import drop_overrides_from_environment
@@ -42,7 +42,6 @@ from linkcpp.planning.records import Plan, PlanMode
 log = logging.getLogger("linkcpp.launch")
 
 LOG_BYTES = 4 * 2**20
-EXIT_FAILED = 2
 
 
 async def supervise(folder: DeploymentFolder) -> DeploymentState:
@@ -84,6 +83,7 @@ class _Supervision:
         self._surroundings = surroundings
         self._journal = journal
         self._has_served = False
+        self._keeps_trying = surroundings.request.keeps_trying
 
     async def run(self) -> None:
         plan = self._surroundings.request.plan
@@ -93,7 +93,7 @@ class _Supervision:
             # Also where the plan is the old one: what its stages held has gone with the attempt.
             self._journal.emit(PlanAdopted(plan, self._names(history.excluded)))
             ended = await self._attempt(plan)
-            failure = replace(ended, has_served=self._has_served)
+            failure = replace(ended, keeps_trying=self._keeps_trying)
             recovery = recover(plan, history, failure)
             history, action = recovery.history, recovery.action
             if isinstance(action, GiveUp):
@@ -101,48 +101,71 @@ class _Supervision:
                 hint = action.hint or logs
                 self._journal.emit(PhaseEntered(Phase.FAILED, _sentence(action.reason), hint))
                 return
-            self._journal.emit(PhaseEntered(Phase.RECOVERING, action.sentence))
+            self._journal.emit(PhaseEntered(Phase.RECOVERING, action.sentence, failure.hint))
             self._journal.emit(Restarted())
             await asyncio.sleep(action.pause_seconds)
             if action.needs_new_plan:
-                plan = await self._plan_anew(history, failure)
+                plan, history = await self._plan_anew(history, failure)
 
     async def _attempt(self, plan: Plan) -> Failure:
         attempt = self._new_attempt(plan)
         try:
-            return await attempt.run()
-        except StepRefusedError as error:
-            # At the first launch a node that is not as planned is for the user to decide about.
-            return Failure(
-                at_seconds=time.monotonic(),
-                reason=error.message,
-                hint=error.hint,
-                lost_nodes=error.nodes,
-                is_final=not self._has_served,
-            )
-        except LinkcppError as error:
-            return Failure(time.monotonic(), error.message, error.hint, is_final=True)
+            failure = await attempt.run()
         except asyncio.CancelledError:
             self._journal.emit(PhaseEntered(Phase.STOPPING))
             raise
+        except LinkcppError as error:
+            failure = self._refused(error)
+        except Exception as error:
+            # What worked before may work again, whatever went wrong here.
+            if not self._keeps_trying:
+                raise
+            log.exception("defect in linkcpp")
+            failure = Failure(time.monotonic(), f"defect in linkcpp: {error!r}")
         finally:
             self._has_served |= attempt.has_served
+            self._keeps_trying |= attempt.has_served
+            served_seconds = attempt.served_seconds
             await attempt.aclose()
+        return replace(failure, served_seconds=served_seconds)
+
+    def _refused(self, error: LinkcppError) -> Failure:
+        """Say why a step could not be done, and of which nodes to do without."""
+        nodes = error.nodes if isinstance(error, StepRefusedError) else frozenset()
+        return Failure(
+            at_seconds=time.monotonic(),
+            reason=error.message,
+            hint=error.hint,
+            # At the first launch a node that is not as planned is for the user to decide about.
+            lost_nodes=nodes if self._has_served else frozenset(),
+            is_final=isinstance(error, NeverError) or not self._keeps_trying,
+        )
 
     def _new_attempt(self, plan: Plan) -> Attempt:
         if plan.mode is PlanMode.EXPERTS:
             return ExpertsAttempt(self._folder, self._surroundings, plan, self._journal)
         return Attempt(self._surroundings, plan, self._journal)
 
-    async def _plan_anew(self, history: History, failure: Failure) -> Plan:
-        try:
-            return await self._surroundings.plan_without(history.excluded)
-        except LinkcppError as error:
-            raise LinkcppError(
+    async def _plan_anew(self, history: History, failure: Failure) -> tuple[Plan, History]:
+        """Plan without the nodes that were dropped; where that fits nowhere, wait for them."""
+        tries = 0
+        while True:
+            try:
+                return await self._surroundings.plan_without(history.excluded), history
+            except LinkcppError as error:
+                problem = error
+            told = (
                 f"{_sentence(failure.reason)} Without it the model cannot be served: "
-                f"{error.message}",
-                hint=error.hint,
-            ) from error
+                f"{problem.message}"
+            )
+            if not self._keeps_trying:
+                raise LinkcppError(told, hint=problem.hint) from problem
+            # Rather a node that failed before than none.
+            history = replace(history, excluded=frozenset())
+            tries += 1
+            told = f"{told} Waiting until it can be again."
+            self._journal.emit(PhaseEntered(Phase.RECOVERING, told, problem.hint))
+            await asyncio.sleep(pause_seconds(tries))
 
     def _names(self, nodes: frozenset[NodeId]) -> tuple[str, ...]:
         first = self._surroundings.request.plan
@@ -194,7 +217,7 @@ def main() -> None:
     os.set_inheritable(int(sys.argv[2]), False)
     log_to(folder)
     state = run_until_stopped(folder)
-    sys.exit(EXIT_FAILED if state.phase is Phase.FAILED else 0)
+    sys.exit(EXIT_ERROR if state.phase is Phase.FAILED else 0)
 
 
 if __name__ == "__main__":

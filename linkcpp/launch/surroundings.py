@@ -15,6 +15,7 @@ from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
 from linkcpp.launch.api import check_port
 from linkcpp.launch.experts.files import ExpertFiles
+from linkcpp.launch.failing import NeverError, never_again
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.llamaserver import LlamaServer
 from linkcpp.launch.records import LaunchRequest
@@ -53,7 +54,8 @@ class Surroundings:
             LinkcppError: it cannot be read, llama.cpp could not load it, or it is another model.
         """
         inventory = await self._inventory()
-        check_plan_model(plan, inventory)
+        with never_again():
+            check_plan_model(plan, inventory)
         # Of a split model any part may be named, but llama-server wants the first.
         self._model_path = inventory.source
 
@@ -89,7 +91,7 @@ class Surroundings:
         """
         me = load_identity()
         if me.node_id != plan.coordinator_id:
-            raise LinkcppError(
+            raise NeverError(
                 f"The plan was made for the coordinator {plan.coordinator_name}, which this "
                 "machine is not.",
                 hint="Launch it there, or make another plan here with `linkcpp plan`.",
@@ -98,7 +100,7 @@ class Surroundings:
         if engine.fingerprint is None or plan.engine.rpc_version is None:
             return
         if difference := compare_engines(plan.engine, engine.fingerprint):
-            raise LinkcppError(
+            raise NeverError(
                 f"The engine of this machine is not the plan's: {difference}.",
                 hint="Make another plan with `linkcpp plan`, or choose the plan's engine "
                 "(`linkcpp engine list`).",
@@ -169,16 +171,17 @@ class Surroundings:
         request = self.request
         host, port = host or request.host, port or request.port
         check_port(host, port)
-        command = llama_server_command(
-            program=str(engine.location.llama_server),
-            model_path=model_path or self._model_path,
-            model_name=request.name,
-            placement=placement,
-            host=host,
-            port=port,
-            api_key_file=request.api_key_file,
-            own_templates=request.templates_folder,
-        )
+        with never_again():
+            command = llama_server_command(
+                program=str(engine.location.llama_server),
+                model_path=model_path or self._model_path,
+                model_name=request.name,
+                placement=placement,
+                host=host,
+                port=port,
+                api_key_file=request.api_key_file,
+                own_templates=request.templates_folder,
+            )
         write_atomically(self._folder.arguments_file, "\n".join(command) + "\n")
         return await LlamaServer.start(
             command,

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 
 from linkcpp.common.alone import held_alone
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import NotNowError
 from linkcpp.common.paths import state_folder
 
 
@@ -14,7 +14,7 @@ def only_agent() -> AbstractContextManager[None]:
         LinkcppError: another agent holds it, or the state folder cannot be written.
     """
     path = state_folder() / "node.lock"
-    taken = LinkcppError(
+    taken = NotNowError(
         f"A node runs already with the state folder {path.parent}.",
         hint="Stop that one first; for a second node on this machine set LINKCPP_HOME to "
         "another folder.",

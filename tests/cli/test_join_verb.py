@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from linkcpp.cli.join_token import read_join_token, without_token
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import EXIT_NOT_NOW, LinkcppError
 
 
 def run(
@@ -77,5 +77,5 @@ def test_a_second_hub_on_one_data_folder_is_refused(tmp_path: Path) -> None:
         done = run("hub", "--data", str(tmp_path / "hub"), "--port", "0")
         first.send_signal(signal.SIGINT)
         first.communicate(timeout=30)
-    assert done.returncode == 2
+    assert done.returncode == EXIT_NOT_NOW
     assert "runs already with the data folder" in done.stderr

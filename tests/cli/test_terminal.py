@@ -23,7 +23,7 @@ from linkcpp.cli.main import app
 from linkcpp.cli.output import ProgressLines, console, status_console
 from linkcpp.cli.verify_report import verification_view
 from linkcpp.cluster.token import create_token
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import EXIT_NOT_NOW, LinkcppError
 from linkcpp.common.paths import state_folder
 from linkcpp.node.diagnosis import Verdict
 from linkcpp.node.selfcheck import examine
@@ -109,7 +109,7 @@ def test_a_terminal_without_unicode_gets_an_answer_too(options: list[str]) -> No
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_output_that_finds_no_room_is_an_error_in_one_sentence(options: list[str]) -> None:
     ended = run("inspect", *options, "70B", stdout="/dev/full")
-    assert ended.returncode == 2
+    assert ended.returncode == EXIT_NOT_NOW
     assert "No space left on device" in ended.stderr
     assert "defect" not in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -119,7 +119,7 @@ def test_output_that_finds_no_room_is_an_error_in_one_sentence(options: list[str
 def test_the_exit_code_tells_where_the_message_finds_no_room() -> None:
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run([*_PROGRAM, "inspect", "nope"], stderr=full, check=False)
-    assert ended.returncode == 2
+    assert ended.returncode == EXIT_NOT_NOW
 
 
 @pytest.mark.parametrize("options", [[], ["--json", "--tensors"]])

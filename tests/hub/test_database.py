@@ -10,7 +10,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, event, insert, select, text
 
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import EXIT_ERROR, EXIT_NOT_NOW, LinkcppError
 from linkcpp.hub.database import open_database
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.schema import GATEWAYS, MACHINES, METADATA
@@ -70,19 +70,21 @@ def test_a_database_of_the_first_version_is_brought_up_and_keeps_its_machines(
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "words", "code"),
     [
-        ("mysql://a/b", "kind mysql"),
-        ("nonsense", "not the URL"),
-        ("postgresql+psycopg://u:geheim@127.0.0.1:1/x", "cannot be used"),
+        ("mysql://a/b", "kind mysql", EXIT_ERROR),
+        ("nonsense", "not the URL", EXIT_ERROR),
+        # It may only have booted later than the hub.
+        ("postgresql+psycopg://u:geheim@127.0.0.1:1/x", "cannot be used", EXIT_NOT_NOW),
     ],
 )
 def test_a_database_that_cannot_be_used_is_told_without_its_password(
-    tmp_path: Path, url: str, words: str
+    tmp_path: Path, url: str, words: str, code: int
 ) -> None:
     with pytest.raises(LinkcppError, match=words) as refused:
         open_database(url, tmp_path)
     assert "geheim" not in str(refused.value)
+    assert refused.value.exit_code == code
 
 
 async def test_a_job_that_fails_undoes_its_own_writes_and_nobody_elses(

@@ -3,8 +3,9 @@ from itertools import pairwise
 
 from linkcpp.cluster.records import NodeId
 from linkcpp.launch.decisions import (
-    RESTART_LIMIT,
-    RESTART_WINDOW_SECONDS,
+    FIRST_TRIES,
+    LINK_MEMORY_SECONDS,
+    LONGEST_PAUSE_SECONDS,
     Failure,
     GiveUp,
     History,
@@ -102,22 +103,54 @@ def test_a_link_may_break_once_but_not_twice() -> None:
     assert second.history.excluded == {A}
 
 
-def test_restarts_are_bounded_and_slow_down() -> None:
-    history = History()
-    pauses = []
-    for number in range(RESTART_LIMIT):
-        recovery = recover(PLAN, history, Failure(float(number), "llama-server stopped"))
+def _pauses(*failures: Failure) -> list[float]:
+    """Return how long it is waited after each of several failures in a row."""
+    history, pauses = History(), []
+    for failure in failures:
+        recovery = recover(PLAN, history, failure)
         assert isinstance(recovery.action, StartAgain)
         pauses.append(recovery.action.pause_seconds)
         history = recovery.history
-    assert all(earlier < later for earlier, later in pairwise(pauses))
-    last = recover(PLAN, history, Failure(10.0, "llama-server stopped"))
-    assert isinstance(last.action, GiveUp)
+    return pauses
 
 
-def test_failures_of_long_ago_are_forgotten_but_a_dropped_node_stays_dropped() -> None:
-    old = tuple(Failure(0.0, "x", lost_nodes=frozenset({A})) for _ in range(RESTART_LIMIT))
-    later = Failure(RESTART_WINDOW_SECONDS + 1, "llama-server stopped")
+def test_what_has_served_is_started_again_for_ever_and_ever_more_seldom() -> None:
+    pauses = _pauses(*(Failure(float(number), "llama-server stopped") for number in range(3000)))
+    assert all(earlier <= later for earlier, later in pairwise(pauses))
+    assert pauses[0] < pauses[1]
+    assert pauses[-1] == LONGEST_PAUSE_SECONDS
+
+
+def test_failures_that_healed_do_not_count() -> None:
+    healed = [
+        Failure(number * 100.0, "llama-server stopped", served_seconds=90.0) for number in range(20)
+    ]
+    assert set(_pauses(*healed)) == set(_pauses(healed[0]))
+
+
+def test_a_long_pause_is_told() -> None:
+    failure = Failure(1.0, "The plan needs node a, which cannot be found.")
+    recovery = recover(PLAN, History(unhealed_count=50), failure)
+    assert isinstance(recovery.action, StartAgain)
+    assert recovery.action.sentence == (
+        f"The plan needs node a, which cannot be found; starting again in "
+        f"{LONGEST_PAUSE_SECONDS:.0f} s"
+    )
+
+
+def test_a_first_launch_whose_user_waits_is_not_tried_for_ever() -> None:
+    history = History()
+    for number in range(FIRST_TRIES):
+        failure = Failure(number * 1000.0, f"trouble {'x' * number}", keeps_trying=False)
+        recovery = recover(PLAN, history, failure)
+        history = recovery.history
+    assert isinstance(recovery.action, GiveUp)
+    assert history.unhealed_count == FIRST_TRIES
+
+
+def test_broken_links_of_long_ago_are_forgotten_but_a_dropped_node_stays_dropped() -> None:
+    old = tuple(Failure(0.0, "x", broken_links=frozenset({B})) for _ in range(5))
+    later = Failure(LINK_MEMORY_SECONDS + 1, "a link broke", broken_links=frozenset({B}))
     recovery = recover(PLAN, History(old, frozenset({A})), later)
     assert isinstance(recovery.action, StartAgain)
     assert recovery.history.failures == (later,)
@@ -159,7 +192,7 @@ def test_a_first_launch_that_fails_twice_in_the_same_way_is_not_tried_again() ->
         1.0,
         "unable to allocate RPC0[127.0.0.1:4001] buffer",
         broken_links=frozenset({A}),
-        has_served=False,
+        keeps_trying=False,
     )
     first = recover(PLAN, History(), refused)
     assert isinstance(first.action, StartAgain)
@@ -169,12 +202,12 @@ def test_a_first_launch_that_fails_twice_in_the_same_way_is_not_tried_again() ->
     assert "the same again" in second.action.reason
     other = recover(PLAN, first.history, replace(refused, reason="llama-server stopped"))
     assert isinstance(other.action, StartAgain)
-    served = recover(PLAN, first.history, replace(alike, has_served=True))
-    assert isinstance(served.action, StartAgain)
+    patient = recover(PLAN, first.history, replace(alike, keeps_trying=True))
+    assert isinstance(patient.action, StartAgain)
 
 
 def test_a_first_launch_that_loses_two_nodes_goes_on_without_them() -> None:
-    lost = Failure(1.0, "node 1 went away", lost_nodes=frozenset({A}), has_served=False)
+    lost = Failure(1.0, "node 1 went away", lost_nodes=frozenset({A}), keeps_trying=False)
     first = recover(PLAN, History(), lost)
     again = replace(lost, reason="node 2 went away", lost_nodes=frozenset({B}))
     assert isinstance(recover(PLAN, first.history, again).action, StartAgain)

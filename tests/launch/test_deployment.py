@@ -9,6 +9,7 @@ import httpx
 import psutil
 import pytest
 
+from linkcpp.common.errors import EXIT_NOT_NOW
 from tests.launch.swarm import Swarm, one_process, tokens, wait_until
 from tests.support.engines import prebuilt_engine
 from tests.support.models import in_hub_cache, llama_parts, smollm2_path
@@ -97,7 +98,7 @@ def test_logs_have_every_program_and_can_be_had_of_one_node(swarm: Swarm, url: s
 
 
 def test_a_deployment_that_runs_is_not_launched_again(swarm: Swarm, url: str, plan: Path) -> None:
-    again = swarm.launch(plan, NAME, code=2)
+    again = swarm.launch(plan, NAME, code=EXIT_NOT_NOW)
     assert "'smol' already runs" in again.stderr
     assert httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK
 
@@ -105,7 +106,7 @@ def test_a_deployment_that_runs_is_not_launched_again(swarm: Swarm, url: str, pl
 def test_a_port_that_is_taken_is_one_sentence(swarm: Swarm, url: str, plan: Path) -> None:
     port = url.rsplit(":", 1)[1]
     words = ("launch", str(plan), "--name", "other", "--port", port, "--no-mdns")
-    refused = swarm.run(*words, code=2)
+    refused = swarm.run(*words, code=EXIT_NOT_NOW)
     assert f"The API cannot listen on 127.0.0.1 port {port}: address already in use" in (
         refused.stderr
     )

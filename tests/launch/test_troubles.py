@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 
+from linkcpp.common.errors import EXIT_NOT_NOW
 from tests.launch.swarm import Swarm, wait_until
 from tests.support.engines import prebuilt_engine
 from tests.support.models import llama, smollm2_path
@@ -47,9 +48,9 @@ def changed(plan: Path, tmp_path: Path) -> Any:
     return change
 
 
-def _refusal(swarm: Swarm, plan: Path, *options: str, **variables: str) -> str:
+def _refusal(swarm: Swarm, plan: Path, *options: str, code: int = 2, **variables: str) -> str:
     words = ("launch", str(plan), "--name", "no", "--port", "0", "--no-mdns", *options)
-    refused = swarm.run(*words, code=2, **variables)
+    refused = swarm.run(*words, code=code, **variables)
     assert "Traceback" not in refused.stderr
     assert "way out:" in refused.stderr
     assert not refused.stdout
@@ -75,13 +76,16 @@ def test_a_plan_of_a_later_version(pair: Swarm, changed: Any) -> None:
 
 def test_a_model_that_is_not_there(pair: Swarm, plan: Path, tmp_path: Path) -> None:
     missing = tmp_path / "gone.gguf"
-    assert f"no model file {missing}" in _refusal(pair, plan, "--model", str(missing))
+    told = _refusal(pair, plan, "--model", str(missing), code=EXIT_NOT_NOW)
+    assert f"no model file {missing}" in told
 
 
 def test_another_model_under_the_plans_name(pair: Swarm, plan: Path, tmp_path: Path) -> None:
     swapped = tmp_path / smollm2_path().name
     swapped.write_bytes(llama().read_bytes())
-    assert "model" in _refusal(pair, plan, "--model", str(swapped))
+    for way in ((), ("--foreground",)):
+        # A service manager starts nothing again that ended with code 2.
+        assert "another model" in _refusal(pair, plan, "--model", str(swapped), *way)
 
 
 def test_a_model_that_was_cut_off(pair: Swarm, plan: Path, tmp_path: Path) -> None:
@@ -239,17 +243,51 @@ def test_a_llama_server_that_dies_alone_is_started_again_on_the_same_plan(
     assert httpx.get(f"{attached[1]}/health", timeout=5).status_code == httpx.codes.OK
 
 
-def test_when_all_nodes_are_gone_and_the_rest_does_not_fit_it_says_what_is_needed(
-    pair: Swarm, attached: "tuple[subprocess.Popen[bytes], str]"
-) -> None:
-    for agent in pair.agents.values():
+def _kill_agents(swarm: Swarm) -> None:
+    for agent in swarm.agents.values():
         for process in [*agent.children(), psutil.Process(agent.process.pid)]:
             process.kill()
         agent.process.wait()
-    pair.agents.clear()
-    assert attached[0].wait(60) == 2
+
+
+def test_when_all_nodes_are_gone_it_says_what_is_needed_and_waits_for_them(
+    pair: Swarm, attached: "tuple[subprocess.Popen[bytes], str]"
+) -> None:
+    names = tuple(pair.agents)
+    _kill_agents(pair)
+    wait_until(
+        lambda: "cannot be served" in (pair.status("service")["explanation"] or ""), attached[0]
+    )
     report = pair.status("service")
-    assert report["condition"] == "failed"
+    assert report["condition"] == "starting"
     assert "went away" in report["explanation"]
     assert report["advice"]
-    assert not pair.processes()
+    pair.start_agents(*names)
+    wait_until(lambda: pair.status("service")["condition"] == "running", attached[0])
+    assert httpx.get(f"{attached[1]}/health", timeout=5).status_code == httpx.codes.OK
+
+
+def test_a_launch_at_boot_waits_for_a_node_that_boots_later(pair: Swarm, plan: Path) -> None:
+    names = tuple(pair.agents)
+    _kill_agents(pair)
+    booting = pair.start(
+        *("launch", str(plan), "--name", "boot", "--port", "0", "--no-mdns", "--foreground")
+    )
+    # Whoever waits for an answer gets one.
+    assert "cannot be found" in pair.launch(plan, "asked", code=2).stderr
+
+    def notices() -> list[str]:
+        state_file = pair.home / "state" / "deployments" / "boot" / "state.json"
+        state = json.loads(state_file.read_text()) if state_file.exists() else {"notices": ()}
+        return [notice["text"] for notice in state["notices"]]
+
+    wait_until(lambda: any("cannot be found" in text for text in notices()), booting)
+    pair.start_agents(*names)
+    wait_until(lambda: pair.status("boot")["condition"] == "running", booting)
+    # On the plan that was asked for, and not on what was there first.
+    state = pair.status("boot")["state"]
+    assert {stage["node_name"] for stage in state["stages"] if not stage["is_coordinator"]} == set(
+        names
+    )
+    booting.terminate()
+    assert booting.wait(60) == 0

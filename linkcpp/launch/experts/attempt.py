@@ -32,7 +32,7 @@ from linkcpp.launch.experts.member import Circumstances, Member
 from linkcpp.launch.experts.members import members_of
 from linkcpp.launch.experts.records import ExpertsState
 from linkcpp.launch.experts.watching import watch_dispatcher
-from linkcpp.launch.failing import BrokenError, StepRefusedError
+from linkcpp.launch.failing import BrokenError, NeverError, StepRefusedError
 from linkcpp.launch.finding import FoundNode, find_node
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.journal import Journal
@@ -195,7 +195,7 @@ class ExpertsAttempt(Attempt):
         )
 
     async def _see_to_coverage(self, failures: dict[str, str]) -> None:
-        """Go on where every expert can be computed; once it has served, wait until it is so."""
+        """Go on where every expert can be computed; wait until it is so, except at a first try."""
         dispatcher = self._held.dispatcher
         assert dispatcher is not None and self._files is not None  # noqa: S101 - as above
         for name, why in sorted(failures.items()):
@@ -207,7 +207,7 @@ class ExpertsAttempt(Attempt):
             if not status.missing_expert_count:
                 return
             sentence = uncovered_sentence(status.missing_expert_count, failures)
-            if failures and not self.is_again:
+            if failures and not self.keeps_trying:
                 ids = {s.node_id for s in self._plan.expert_shares if s.node_name in failures}
                 raise StepRefusedError(
                     sentence,
@@ -216,7 +216,7 @@ class ExpertsAttempt(Attempt):
                     ),
                     nodes=frozenset(ids),
                 )
-            if self.is_again and not has_told:
+            if self.keeps_trying and not has_told:
                 has_told = True
                 self._journal.emit(Noticed(f"waiting: {sentence}"))
             await asyncio.sleep(COVER_POLL_SECONDS)
@@ -264,7 +264,7 @@ class ExpertsAttempt(Attempt):
         self._journal.emit(DispatchSeen(await self._held.dispatcher.status()))
         problems = unproved_experts(self._experts)
         if problems:
-            raise LinkcppError(
+            raise NeverError(
                 f"The experts are not computed as planned: {'; '.join(problems)}.",
                 hint="`linkcpp logs` shows what the programs said; a template of your own can be "
                 "the reason.",
