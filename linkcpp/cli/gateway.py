@@ -33,7 +33,7 @@ from linkcpp.registry.fields import MOST_EDGES_PER_GATEWAY
 from linkcpp.registry.records import Role
 from linkcpp.registry.relay import RELAY_PATH
 from linkcpp.registry.secret_file import SECRET_MODE, read_secret
-from linkcpp.registry.trust import check_hub_url, is_protected, websocket_url
+from linkcpp.registry.trust import check_hub_url, is_protected, may_relay, websocket_url
 
 app = verb()
 
@@ -134,7 +134,15 @@ def _check_role(credentials: HubCredentials) -> None:
 
 def _public_url(url: str | None, own: str, credentials: HubCredentials, *, plain: bool) -> str:
     if url is not None:
-        return check_hub_url(url, allow_plain=plain)
+        public = check_hub_url(url, allow_plain=plain)
+        if not may_relay(public, credentials.url):
+            raise LinkcppError(
+                f"No machine of {credentials.url} would dial {public}: a gateway needs TLS where "
+                "its hub has it.",
+                hint="Put a proxy with a certificate in front of it, and give its https:// "
+                "address with --url.",
+            )
+        return public
     if is_protected(own) and is_protected(credentials.url) and credentials.url.startswith("http:"):
         return own
     raise LinkcppError(

@@ -1,7 +1,7 @@
 """Where the coordinator's end of an edge gets its offers from."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.registry.client import HubClient
@@ -15,8 +15,20 @@ class EdgeEndedError(LinkcppError):
     """There is no edge to this node any more, and asking again is of no use."""
 
 
+class Dialled(NamedTuple):
+    """Whom an edge is asked for: a machine's id, at the hub with this id."""
+
+    hub_id: str
+    node_id: str
+
+
 class OfferSource(Protocol):
     """Gives offers for one edge."""
+
+    @property
+    def dialled(self) -> Dialled:
+        """Whom the edge has to lead to, whatever the offers say."""
+        ...
 
     async def offer(self, not_gateways: tuple[str, ...]) -> EdgeOffer:
         """Return a fresh offer; gateways that just failed are left out where there are others.
@@ -48,6 +60,11 @@ class HubOffers:
         self._node_id = node_id
         self._relay_rtts_ms = relay_rtts_ms
         self._edge_id: str | None = None
+
+    @property
+    def dialled(self) -> Dialled:
+        """The node, at the hub that was joined."""
+        return Dialled(self._hub.hub_id, self._node_id)
 
     async def offer(self, not_gateways: tuple[str, ...]) -> EdgeOffer:
         """Ask for the edge at first, for another way later."""

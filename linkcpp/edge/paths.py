@@ -82,9 +82,14 @@ class PathKeeper:
                 lambda way: self._open(way, offer),
                 head_start_seconds=self._times.head_start,
             )
-        except CarrierLostError:
+        except CarrierLostError as error:
             self._supply.avoid(offer.gateway_id)
-            raise
+            if offer.gateway_id is None or offer.relay_url is not None:
+                raise
+            # The hub's client has left its address out.
+            gateway = offer.gateway_name or offer.gateway_id
+            reason = f"{error.reason}; the hub's gateway {gateway} has no address with TLS"
+            raise CarrierLostError(reason) from error
 
     def use(self, reached: Reached) -> None:
         """Carry the session over a path from now on.

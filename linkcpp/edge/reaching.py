@@ -30,7 +30,7 @@ def direct_ways(offer: EdgeOffer) -> tuple[Way, ...]:
 
 
 def relay_ways(offer: EdgeOffer) -> tuple[Way, ...]:
-    """Return the relay's address, if the offer has one."""
+    """Return the relay's address, if the offer has one that may be dialled."""
     if offer.relay_url is None:
         return ()
     path = Path(PathKind.RELAY, offer.gateway_id, offer.gateway_name)
@@ -133,7 +133,7 @@ async def reach_first(
                 return Reached(*won, tuple(failures))
     finally:
         await _dismiss(tasks, won)
-    raise CarrierLostError("; ".join(failures) or "there is neither an address nor a gateway")
+    raise CarrierLostError("; ".join(failures) or "there is no address to dial")
 
 
 async def _dismiss(

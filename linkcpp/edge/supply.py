@@ -8,8 +8,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.edge.handshake import EdgeKeys, parse_edge_key
-from linkcpp.edge.offers import EdgeEndedError, OfferSource
-from linkcpp.registry.edges import EdgeOffer
+from linkcpp.edge.offers import Dialled, EdgeEndedError, OfferSource
+from linkcpp.registry.edges import EdgeOffer, EdgeRole
 from linkcpp.registry.encoding import encode
 from linkcpp.registry.fields import MOST_GATEWAYS
 
@@ -76,6 +76,13 @@ class OfferSupply:
         await self._source.close()
 
     def _take(self, offer: EdgeOffer) -> None:
+        # A key is pinned for a hub and a machine: both are what was dialled, not what is told.
+        offered = Dialled(offer.hub_id, offer.peer_node_id)
+        if offered != self._source.dialled or offer.role is not EdgeRole.BACKBONE:
+            raise EdgeEndedError(
+                "The hub offers an edge to another machine than the one that was asked for.",
+                hint="Ask whoever runs the hub; until then do not use it.",
+            )
         try:
             self._pin(offer.hub_id, offer.peer_node_id, offer.peer_public_key)
             peer_key = parse_edge_key(offer.peer_public_key)
@@ -87,7 +94,7 @@ class OfferSupply:
             self._own_key, peer_key, offer.edge_id, self._own_node_id, offer.peer_node_id
         )
         if self._keys is not None and _names(self._keys) != _names(keys):
-            raise EdgeEndedError("The hub offers an edge to another machine than before.")
+            raise EdgeEndedError("The hub offers another edge than before.")
         self._offer, self._keys = offer, keys
 
     @staticmethod

@@ -109,8 +109,18 @@ class Registrar:
         """Note that a node is alive; durable when this returns.
 
         ``None`` stands for the answer that has nothing new, which is nearly every one.
+
+        Raises:
+            HubProblem: it tells of another machine.
         """
         now = self._clock()
+        if body.state is not None and body.state.record.node_id != node_id:
+            raise HubProblem(
+                422,
+                "other_machine",
+                "A node can tell only of itself.",
+                hint="Its id changed while it ran: start `linkcpp join` again.",
+            )
         state = body.state.model_dump_json() if body.state is not None else None
         await self._writer.heartbeat(HeartbeatRow(node_id, now, body.sequence, state))
         # Only now: it may have joined again meanwhile.

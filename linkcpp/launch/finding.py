@@ -9,9 +9,10 @@ from linkcpp.cluster.findings import compare_engines
 from linkcpp.cluster.records import NodeId, NodeRecord
 from linkcpp.launch.decisions import remote_nodes
 from linkcpp.launch.failing import NodeMissingError, StepRefusedError
-from linkcpp.node.client import NodeClient, NodeError, WrongTokenError
+from linkcpp.node.client import NodeClient, NodeError, OtherNodeError, WrongTokenError
 from linkcpp.node.reaching import Reach
 from linkcpp.planning.records import Plan
+from linkcpp.registry.discovering import parse_hub_node_url
 
 # A busy node may take its time, a dead one must not hold everybody up.
 CALL_SECONDS = 5.0
@@ -80,13 +81,17 @@ async def find_node(
 
 
 class _Search:
-    """Asks addresses who is there, each once."""
+    """Asks addresses who is there, each once, and believes only who has proved itself.
+
+    An address at a hub names its node, whom the edge proves: other nodes are not asked.
+    """
 
     def __init__(self, wanted: dict[NodeId, str], reach: Reach) -> None:
         self._wanted = wanted
         self._reach = reach
         self._asked: set[str] = set()
         self._rejections: list[WrongTokenError] = []
+        self._impostors: list[OtherNodeError] = []
         self.found: dict[NodeId, FoundNode] = {}
 
     @property
@@ -94,9 +99,14 @@ class _Search:
         return [node for node in self._wanted if node not in self.found]
 
     async def ask(self, urls: Iterable[str]) -> None:
-        fresh = [url for url in dict.fromkeys(urls) if url not in self._asked]
+        fresh = [url for url in dict.fromkeys(urls) if self._may_lead(url)]
         self._asked.update(fresh)
         await asyncio.gather(*(self._ask(url) for url in fresh))
+
+    def _may_lead(self, url: str) -> bool:
+        """Whether a node that is wanted may be at an address that was not asked yet."""
+        through = parse_hub_node_url(url)
+        return url not in self._asked and (through is None or through[1] in self._wanted)
 
     async def _ask(self, url: str) -> None:
         try:
@@ -113,6 +123,8 @@ class _Search:
             rtt_ms = (time.perf_counter() - asked_at) * 1000
         except WrongTokenError as error:
             self._rejections.append(error)
+        except OtherNodeError as error:
+            self._impostors.append(error)
         except NodeError:
             pass
         else:
@@ -130,8 +142,9 @@ class _Search:
         if self._rejections:
             first = self._rejections[0]
             raise StepRefusedError(first.message, hint=first.hint, nodes=nodes)
+        seen = "".join(f" {error.message}" for error in self._impostors[:1])
         raise NodeMissingError(
-            f"The plan needs {names}, which cannot be found.",
+            f"The plan needs {names}, which cannot be found.{seen}",
             hint="Start `linkcpp node` there, name its address with --node, or make another plan "
             "with `linkcpp plan`.",
             nodes=nodes,

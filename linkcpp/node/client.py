@@ -12,10 +12,12 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
 from linkcpp.model.slices.manifest import Manifest, read_manifest
 from linkcpp.node.connection import (
+    EdgePort,
     NodeConnection,
     NodeError,
     NodeRefusedError,
     NodeUnreachableError,
+    OtherNodeError,
     WrongTokenError,
 )
 from linkcpp.node.records import (
@@ -39,10 +41,12 @@ from linkcpp.node.records import (
 from linkcpp.node.slice_files import manifest_segments, slice_id
 
 __all__ = [
+    "EdgePort",
     "NodeClient",
     "NodeError",
     "NodeRefusedError",
     "NodeUnreachableError",
+    "OtherNodeError",
     "WrongTokenError",
 ]
 
@@ -55,8 +59,14 @@ class NodeClient(NodeConnection):
     """One node's API, for use as an asynchronous context manager; ``NodeConnection`` has more."""
 
     async def node(self) -> NodeRecord:
-        """Ask what the node has and offers."""
-        return self._node.parse(NodeRecord, await self._call("GET", "/v1/node"))
+        """Ask what the node has and offers.
+
+        Raises:
+            OtherNodeError: it tells of another machine than the one that has proved itself.
+        """
+        record = self._node.parse(NodeRecord, await self._call("GET", "/v1/node"))
+        self._hold_to(record.node_id)
+        return record
 
     async def create_server(self, request: ServerRequest) -> ServerRecord:
         """Have the node run an rpc-server; returns when it is ready.

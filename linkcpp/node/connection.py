@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
@@ -10,7 +11,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from linkcpp.cluster.config import node_url
-from linkcpp.cluster.records import Health
+from linkcpp.cluster.records import Health, NodeId
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
 from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.request_ids import request_id_headers
@@ -47,14 +48,27 @@ class NodeRefusedError(NodeError):
     """The agent answered with a reason why not (too little memory, no such server, …)."""
 
 
+class OtherNodeError(NodeError):
+    """What answers says that it is another machine than the one that is proved to be there."""
+
+
+class EdgePort(NamedTuple):
+    """A port of this machine's loopback at which the edge to one node begins."""
+
+    number: int
+    node_id: NodeId
+
+
 class NodeConnection(AsyncClosing):
     """Authenticated calls to one node, for use as an asynchronous context manager.
 
     The token goes out only after the host has proved that it knows it too (``health``), which the
     first call sees to; all later connections go to the very address that gave the proof.
 
-    Behind an edge's port (``edge_port``) there can be nobody but the node, whom the edge itself has
+    Behind the port of an ``edge`` there can be nobody but its node, whom the edge itself has
     proved; ``url`` is then what the node is called, and ``way`` tells how the edge gets there.
+
+    Whichever of the two proved it: an answer in which the node calls itself another one is refused.
     """
 
     def __init__(
@@ -63,7 +77,7 @@ class NodeConnection(AsyncClosing):
         token: str,
         *,
         timeout_seconds: float = 10.0,
-        edge_port: int | None = None,
+        edge: EdgePort | None = None,
         way: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.url = url.rstrip("/")
@@ -71,8 +85,9 @@ class NodeConnection(AsyncClosing):
         self._node = CalledService("node", self.url, _HINT_REACH, NodeUnreachableError)
         self._timeout_seconds = timeout_seconds
         self.way = way
-        self._is_proven = edge_port is not None
-        self._base = self.url if edge_port is None else node_url("127.0.0.1", edge_port)
+        self._is_proven = edge is not None
+        self._node_id = edge.node_id if edge else None
+        self._base = node_url("127.0.0.1", edge.number) if edge else self.url
         self._is_trusted = self._is_proven
         self._trusting = asyncio.Lock()
         # Neither proxies nor credentials from the environment: the token is for this host alone.
@@ -92,6 +107,7 @@ class NodeConnection(AsyncClosing):
 
         Raises:
             NodeUnreachableError: nothing answers, or it is no node agent.
+            OtherNodeError: it is not the node that it was, or that the edge leads to.
             WrongTokenError: it knows another token, or passes on somebody else's proof.
         """
         challenge = make_challenge()
@@ -110,13 +126,29 @@ class NodeConnection(AsyncClosing):
         if response.status_code != httpx.codes.OK:
             raise self._refusal(response.status_code, body)
         health = self._node.parse(Health, body)
-        if self._is_proven:
-            return health
-        self._verify(health, challenge, canonical_address(peer[0], peer[1]))
-        if urlsplit(self.url).scheme == "http":
+        if not self._is_proven:
+            self._verify(health, challenge, canonical_address(peer[0], peer[1]))
+        self._hold_to(health.node_id)
+        if not self._is_proven and urlsplit(self.url).scheme == "http":
             self._base = node_url(peer[0], peer[1]) + urlsplit(self.url).path
         self._is_trusted = True
         return health
+
+    def _hold_to(self, told: NodeId) -> None:
+        """See that a node's own words name the node that has proved itself.
+
+        Raises:
+            OtherNodeError: they name another one.
+        """
+        if self._node_id is None:
+            self._node_id = told
+        if told != self._node_id:
+            raise OtherNodeError(
+                f"The node at {self.url} says that it is {printable(told, 64)}, but it has proved "
+                f"to be {self._node_id}.",
+                hint="Find out what runs there: a node can only be used as itself.",
+                code="other_node",
+            )
 
     def _verify(self, health: Health, challenge: str, peer_address: str) -> None:
         address, proof = health.address or "", health.proof or ""

@@ -8,12 +8,13 @@ import asyncio
 import contextlib
 
 from linkcpp.cluster.identity import load_identity
+from linkcpp.cluster.records import NodeId
 from linkcpp.cluster.token import load_token
 from linkcpp.common.errors import LinkcppError
 from linkcpp.edge.endpoint import EdgeEndpoint
 from linkcpp.edge.offers import HubOffers
 from linkcpp.edge.status import EdgeState, EdgeStatus
-from linkcpp.node.client import NodeClient, NodeUnreachableError, WrongTokenError
+from linkcpp.node.client import EdgePort, NodeClient, NodeUnreachableError, WrongTokenError
 from linkcpp.registry.client import HubClient, joined_client
 from linkcpp.registry.connection import HubError
 from linkcpp.registry.discovering import parse_hub_node_url
@@ -37,18 +38,19 @@ class Reach:
             WrongTokenError: this machine has no cluster token, or did not join the hub.
             NodeUnreachableError: the edge does not come about.
         """
-        if parse_hub_node_url(url) is None:
+        through = parse_hub_node_url(url)
+        if through is None:
             return NodeClient(url, _cluster_token(), timeout_seconds=timeout_seconds)
         # Of several who want the same node at once, one opens the edge.
         async with self._opening.setdefault(url, asyncio.Lock()):
             edge = self._edges.get(url)
             if edge is None or edge.status().state in (EdgeState.FAILED, EdgeState.CLOSED):
-                edge = self._edges[url] = await self._edge(url)
+                edge = self._edges[url] = await self._edge(*through)
         return NodeClient(
             url,
             edge.token,
             timeout_seconds=timeout_seconds,
-            edge_port=edge.port,
+            edge=EdgePort(edge.port, through[1]),
             way=lambda: edge_way(edge.status()),
         )
 
@@ -60,10 +62,7 @@ class Reach:
         await asyncio.gather(*(edge.aclose() for edge in edges))
         await asyncio.gather(*(hub.aclose() for hub in hubs))
 
-    async def _edge(self, url: str) -> EdgeEndpoint:
-        through = parse_hub_node_url(url)
-        assert through is not None  # noqa: S101 - the caller looked
-        hub_url, node_id = through
+    async def _edge(self, hub_url: str, node_id: NodeId) -> EdgeEndpoint:
         hub = self._hub(hub_url)
         rtts_ms = await self._relay_rtts_ms(hub)
         endpoint = EdgeEndpoint(

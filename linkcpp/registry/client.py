@@ -1,6 +1,7 @@
 """The client of a hub, as a joined machine or a coordinator uses it."""
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import quote
@@ -13,6 +14,7 @@ from linkcpp.cluster.identity import Identity, load_identity
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.request_ids import request_id_headers
+from linkcpp.common.text import printable
 from linkcpp.registry.connection import HubConnection, HubError, Renew
 from linkcpp.registry.credentials import HubCredentials, load_credentials, save_credentials
 from linkcpp.registry.edges import (
@@ -45,7 +47,9 @@ from linkcpp.registry.records import (
     Role,
 )
 from linkcpp.registry.relay import RELAY_PATH
-from linkcpp.registry.trust import websocket_url
+from linkcpp.registry.trust import may_be_direct, may_relay, websocket_url
+
+_log = logging.getLogger(__name__)
 
 _PING_INTERVAL_SECONDS = 20.0
 _PING_TIMEOUT_SECONDS = 20.0
@@ -53,12 +57,15 @@ _LONGEST_EVENT_BYTES = 64 * 1024
 
 
 class HubClient(HubConnection):
-    """Typed calls to one hub; all raise ``HubError``."""
+    """Typed calls to one hub; all raise ``HubError``.
+
+    Whatever addresses it names, only those are passed on that may be dialled.
+    """
 
     async def heartbeat(self, body: Heartbeat) -> HeartbeatAnswer:
         """Tell that this node is alive."""
         answer = await self.call(HeartbeatAnswer, "POST", "/v1/heartbeat", body)
-        offers = tuple(self._with_relay(offer) for offer in answer.offers)
+        offers = tuple(self._with_addresses(offer) for offer in answer.offers)
         return answer.model_copy(update={"offers": offers})
 
     async def leave(self) -> None:
@@ -79,12 +86,12 @@ class HubClient(HubConnection):
 
     async def create_edge(self, body: EdgeRequest) -> EdgeOffer:
         """Ask for an edge to a node."""
-        return self._with_relay(await self.call(EdgeOffer, "POST", "/v1/edges", body))
+        return self._with_addresses(await self.call(EdgeOffer, "POST", "/v1/edges", body))
 
     async def renew_offer(self, edge_id: str, body: OfferRequest) -> EdgeOffer:
         """Ask for another way for an edge that exists."""
         path = f"/v1/edges/{edge_id}/offer"
-        return self._with_relay(await self.call(EdgeOffer, "POST", path, body))
+        return self._with_addresses(await self.call(EdgeOffer, "POST", path, body))
 
     async def close_edge(self, edge_id: str) -> None:
         """End an edge; fine when it is closed already."""
@@ -95,11 +102,11 @@ class HubClient(HubConnection):
         return await self.call(EdgeList, "GET", "/v1/edges")
 
     async def gateways(self) -> GatewayList:
-        """List the gateways."""
+        """List the gateways; one without an address is not as protected as the hub is."""
         told = await self.call(GatewayList, "GET", "/v1/gateways")
         own_url = websocket_url(self.url, RELAY_PATH)
         listed = (
-            gateway if gateway.url else gateway.model_copy(update={"url": own_url})
+            gateway.model_copy(update={"url": self._relay_url(gateway.url or own_url)})
             for gateway in told.gateways
         )
         return GatewayList(gateways=tuple(listed))
@@ -156,13 +163,28 @@ class HubClient(HubConnection):
                 except ValidationError:
                     continue  # of a newer hub
                 if isinstance(event, EdgeEvent):
-                    event = EdgeEvent(offer=self._with_relay(event.offer))
+                    event = EdgeEvent(offer=self._with_addresses(event.offer))
                 yield event
 
-    def _with_relay(self, offer: EdgeOffer) -> EdgeOffer:
-        if offer.gateway_id != offer.hub_id or offer.relay_url is not None:
-            return offer
-        return offer.model_copy(update={"relay_url": websocket_url(self.url, RELAY_PATH)})
+    def _with_addresses(self, offer: EdgeOffer) -> EdgeOffer:
+        """Add the address of the hub's own gateway, and leave out what may not be dialled."""
+        relay_url = offer.relay_url
+        if relay_url is None and offer.gateway_id == offer.hub_id:
+            relay_url = websocket_url(self.url, RELAY_PATH)
+        direct_urls = tuple(url for url in offer.direct_urls if may_be_direct(url))
+        return offer.model_copy(
+            update={"relay_url": self._relay_url(relay_url), "direct_urls": direct_urls}
+        )
+
+    def _relay_url(self, url: str | None) -> str | None:
+        if url is None or may_relay(url, self.url):
+            return url
+        _log.warning(
+            "%s names a gateway at %s, without the TLS that it has itself: not dialled",
+            self.url,
+            printable(url, 200),
+        )
+        return None
 
 
 def joined_client(
@@ -177,7 +199,7 @@ def joined_client(
     identity = identity or load_identity()
     renew = machine_renewal(credentials, identity.node_id, keys or load_keys())
     # How the address may look was decided when it joined.
-    return HubClient(credentials.url, renew=renew, allow_plain=True)
+    return HubClient(credentials.url, renew=renew, hub_id=credentials.hub_id, allow_plain=True)
 
 
 def machine_renewal(credentials: HubCredentials, node_id: NodeId, keys: MachineKeys) -> Renew:

@@ -14,7 +14,7 @@ from linkcpp.common.records import WireRecord
 from linkcpp.common.request_ids import request_id_headers
 from linkcpp.common.service_calls import CalledService, ServiceError, read_bounded
 from linkcpp.registry.records import HubHealth, NodeToken
-from linkcpp.registry.trust import check_hub_url, is_protected, tls_context
+from linkcpp.registry.trust import check_hub_url, tls_context
 
 _LONGEST_ANSWER_BYTES = 64 * 2**20
 _RENEW_BEFORE_SECONDS = 120.0
@@ -53,7 +53,8 @@ class HubConnection(AsyncClosing):
     """Calls to one hub, for use as an asynchronous context manager.
 
     ``renew`` gets a new token when the last one is about to end. A connection without it can make
-    only the calls that are open to all.
+    only the calls that are open to all. ``hub_id`` is that of the hub that this machine joined,
+    empty where it did not join one.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class HubConnection(AsyncClosing):
         url: str,
         *,
         renew: Renew | None = None,
+        hub_id: str = "",
         timeout_seconds: float = 15.0,
         allow_plain: bool = False,
     ) -> None:
         self.url = check_hub_url(url, allow_plain=allow_plain)
+        self.hub_id = hub_id
         self.service = CalledService("hub", self.url, _HINT_REACH, HubUnreachableError)
         self.timeout_seconds = timeout_seconds
         self._renew = renew
@@ -248,8 +251,3 @@ class HubConnection(AsyncClosing):
             "open_timeout": self.timeout_seconds,
             "close_timeout": 2.0,
         }
-
-
-def may_dial(url: str, hub_url: str) -> bool:
-    """Tell whether an address that a hub named is at least as protected as the hub's own."""
-    return is_protected(url) or not is_protected(hub_url)

@@ -63,6 +63,26 @@ def is_protected(url: str) -> bool:
         return False
 
 
+def may_relay(url: str, hub_url: str) -> bool:
+    """Tell whether a gateway's address that a hub named is as protected as the hub's own."""
+    return is_protected(url) or not is_protected(hub_url)
+
+
+def may_be_direct(url: str) -> bool:
+    """Tell whether an address of a node itself, as a hub named it, may be dialled.
+
+    A node has no certificate, and what an edge carries is encrypted all the same: so it may be
+    without TLS. But then it is a number: a name would be looked up, and lead anywhere.
+    """
+    if is_protected(url):
+        return True
+    try:
+        ipaddress.ip_address(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
+    return True
+
+
 def websocket_url(url: str, path: str) -> str:
     """Return the WebSocket address of ``path`` below the HTTP (or WebSocket) address ``url``."""
     parts = urlsplit(url)

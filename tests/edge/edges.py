@@ -13,7 +13,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.sockets import listen
 from linkcpp.edge.acceptor import EdgeAcceptor
 from linkcpp.edge.endpoint import EdgeEndpoint
-from linkcpp.edge.offers import EdgeEndedError
+from linkcpp.edge.offers import Dialled, EdgeEndedError
 from linkcpp.edge.records import EdgeLimits, EdgeTimes
 from linkcpp.gateway.relay import Relay
 from linkcpp.gateway.serving import serve_gateway
@@ -27,6 +27,7 @@ from tests.support.slow_relay import SlowRelay, slow_relay
 
 BACKBONE_ID = "33333333-3333-4333-8333-333333333333"
 NODE_ID = "44444444-4444-4444-8444-444444444444"
+DIALLED = Dialled(HUB_ID, NODE_ID)
 # Everything happens sooner than with people.
 QUICK = EdgeTimes(
     ping=0.1,
@@ -93,6 +94,7 @@ class HubOfTest:
     problem: LinkcppError | None = None
     is_closed: bool = False
     tells_node: bool = True
+    dialled: Dialled = DIALLED
 
     def revoke(self) -> None:
         self.problem = EdgeEndedError("The hub does not know this machine any more.")

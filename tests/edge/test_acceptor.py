@@ -21,7 +21,7 @@ from linkcpp.edge.handshake import Agreed, EdgeKeys, initiate, parse_edge_key
 from linkcpp.edge.offers import EdgeEndedError
 from linkcpp.edge.records import CHUNK_BYTES, EdgeLimits, FrameType, RecordType
 from linkcpp.edge.status import EdgeState
-from linkcpp.registry.edges import EdgeRole
+from linkcpp.registry.edges import EdgeOffer, EdgeRole
 from linkcpp.registry.keys import make_keys
 from linkcpp.registry.relay import DIRECT_PATH, PAIRED, Hello, RelayCloseCode, encode_hello
 from linkcpp.registry.tickets import EdgeClaims, sign_edge_ticket
@@ -30,6 +30,7 @@ from tests.edge.edges import (
     BACKBONE_ID,
     NODE_ID,
     QUICK,
+    GatewayAt,
     HubOfTest,
     Node,
     accepting,
@@ -354,6 +355,27 @@ async def test_keys_are_pinned_on_both_sides() -> None:
         )
         with pytest.raises(EdgeEndedError, match=f"{NODE_ID} has another key"):
             await changed.open()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hub_id": BACKBONE_ID}, {"peer_node_id": BACKBONE_ID}, {"role": EdgeRole.NODE}],
+)
+async def test_a_hub_that_offers_an_edge_to_another_machine_than_was_dialled_is_refused(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = HubOfTest()
+    make = HubOfTest.make
+
+    def lying(self: HubOfTest, role: EdgeRole, gateway: GatewayAt | None) -> EdgeOffer:
+        offer = make(self, role, gateway)
+        return offer.model_copy(update=changes) if role is EdgeRole.BACKBONE else offer
+
+    monkeypatch.setattr(HubOfTest, "make", lying)
+    async with running_node(hub):
+        with pytest.raises(EdgeEndedError, match="another machine than the one"):
+            async with edge(hub):
+                pass
 
 
 async def test_an_offer_of_another_hub_or_side_is_refused(direct: Direct) -> None:

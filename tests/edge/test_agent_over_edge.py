@@ -7,11 +7,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from linkcpp.cluster.records import NodeId
 from linkcpp.edge.choosing import PathKind
 from linkcpp.edge.endpoint import EdgeEndpoint
 from linkcpp.engine.records import EngineLocation
-from linkcpp.node.client import NodeClient, WrongTokenError
-from tests.edge.edges import HubOfTest, accepting, edge, gateways
+from linkcpp.node.client import EdgePort, NodeClient, OtherNodeError, WrongTokenError
+from tests.edge.edges import NODE_ID, HubOfTest, accepting, edge, gateways
 from tests.edge.programs import until
 from tests.node.agents import RunningAgent, running_agent
 
@@ -24,11 +25,14 @@ async def node(
 ) -> AsyncIterator[RunningAgent]:
     monkeypatch.setattr("linkcpp.cluster.measure.cpu_read_rate", lambda: 1e10)
     async with running_agent(stock_engine) as running:
+        identity = running.agent.identity
+        running.agent.identity = identity.model_copy(update={"node_id": NodeId(NODE_ID)})
         yield running
 
 
 def client_of(end: EdgeEndpoint, *, token: str | None = None) -> NodeClient:
-    return NodeClient("hub+https://hub.example#attic", token or end.token, edge_port=end.port)
+    port = EdgePort(end.port, NodeId(NODE_ID))
+    return NodeClient(f"hub+https://hub.example#{NODE_ID}", token or end.token, edge=port)
 
 
 def port_of(node: RunningAgent) -> int:
@@ -71,6 +75,26 @@ async def test_the_agent_takes_the_edges_token_while_the_edge_lives_and_no_other
         await acceptor.close_edge(hub.edge_id)
     assert not node.agent.tokens.takes(token)
     assert node.agent.tokens.takes(node.token)
+
+
+async def test_a_node_that_calls_itself_another_one_than_the_edge_has_proved_is_not_believed(
+    node: RunningAgent,
+) -> None:
+    hub = HubOfTest()
+    identity = node.agent.identity
+    async with (
+        gateways(hub),
+        accepting(hub, port_of(node), node.agent.tokens),
+        edge(hub) as end,
+        client_of(end) as client,
+    ):
+        assert (await client.node()).node_id == NODE_ID
+        other = NodeId("55555555-5555-4555-8555-555555555555")
+        node.agent.identity = identity.model_copy(update={"node_id": other})
+        with pytest.raises(OtherNodeError, match=f"says that it is {other}"):
+            await client.node()
+        with pytest.raises(OtherNodeError):
+            await client.health()
 
 
 async def test_the_agents_own_route_takes_a_direct_edge(node: RunningAgent) -> None:

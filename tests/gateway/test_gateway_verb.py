@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
+from linkcpp.cli.gateway import _public_url
+from linkcpp.cluster.records import NodeId
+from linkcpp.common.errors import LinkcppError
+from linkcpp.registry.credentials import HubCredentials
 from linkcpp.registry.edges import EdgeOffer, EdgeRequest
-from linkcpp.registry.records import Heartbeat, Role
+from linkcpp.registry.records import Heartbeat, NodeToken, Role
 from linkcpp.registry.relay import PAIRED, Hello, RelayCloseCode, encode_hello
 from tests.gateway.gateways import closed_with
 from tests.hub.hubs import Machine, RunningHub, running_hub
@@ -146,3 +150,15 @@ async def test_a_second_start_needs_no_token_and_another_role_is_refused(
         assert process.returncode == 2
         assert b"is for the role node, not gateway; it keeps its use" in told
     assert token.encode() not in told
+
+
+def test_a_gateway_without_tls_is_refused_where_its_hub_has_tls() -> None:
+    token = NodeToken(token="a.b.c", role=Role.GATEWAY, expires_at=1.8e9)
+    credentials = HubCredentials(
+        url="https://hub.example",
+        hub_id=NodeId("00000000-0000-4000-8000-00000000000a"),
+        hub_public_key="A" * 43,
+        node_token=token,
+    )
+    with pytest.raises(LinkcppError, match="a gateway needs TLS"):
+        _public_url("http://gw.example", "http://127.0.0.1:1", credentials, plain=True)

@@ -121,7 +121,11 @@ class RunningHub(NamedTuple):
             hub_public_key=answer.hub_public_key,
             node_token=answer.node_token,
         )
-        client = HubClient(self.url, renew=machine_renewal(credentials, body.node_id, keys))
+        client = HubClient(
+            self.url,
+            renew=machine_renewal(credentials, body.node_id, keys),
+            hub_id=credentials.hub_id,
+        )
         self.clients.append(client)
         return Machine(body.node_id, name, keys, client, answer.node_token.token)
 

@@ -175,3 +175,9 @@ async def test_edges_that_the_hub_does_not_know_are_to_be_closed(hub: RunningHub
     node = await hub.online_node()
     answer = await node.client.heartbeat(Heartbeat(sequence=1, edges=("0" * 32,)))
     assert answer.close_edges == ("0" * 32,)
+
+
+async def test_a_node_cannot_tell_of_another_machine(hub: RunningHub) -> None:
+    node, other = await hub.online_node(), await hub.online_node("cellar")
+    with pytest.raises(HubRefusedError, match="only of itself"):
+        await node.client.heartbeat(Heartbeat(sequence=1, state=node_state(other)))

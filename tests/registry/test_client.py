@@ -3,12 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
+from linkcpp.cluster.records import NodeId
 from linkcpp.registry.client import HubClient
-from linkcpp.registry.connection import HubError, HubRefusedError, HubUnreachableError, may_dial
+from linkcpp.registry.connection import HubError, HubRefusedError, HubUnreachableError
+from linkcpp.registry.edges import EdgeOffer, EdgeRequest, EdgeRole, GatewayList, GatewayRecord
+from linkcpp.registry.records import Heartbeat, HeartbeatAnswer
 
+HUB, NODE, OTHER = (NodeId(f"00000000-0000-4000-8000-00000000000{n}") for n in "abc")
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -104,7 +110,65 @@ async def test_a_call_that_needs_a_token_is_not_made_without_one() -> None:
             await client.nodes()
 
 
-def test_a_hub_behind_tls_may_not_send_machines_to_addresses_without_it() -> None:
-    assert may_dial("wss://gw.example/v1/relay", "https://hub.example")
-    assert not may_dial("ws://gw.example/v1/relay", "https://hub.example")
-    assert may_dial("ws://10.0.0.2/v1/relay", "http://10.0.0.1")
+class Hub(HubClient):
+    """Tells what a hub at another address would."""
+
+    answers: tuple[BaseModel, ...] = ()
+
+    async def call(self, answer: type[Any], *_: Any, **__: Any) -> Any:
+        return next(one for one in self.answers if isinstance(one, answer))
+
+
+@pytest.mark.parametrize(
+    ("hub_url", "gateway_url", "is_dialled"),
+    [
+        ("https://hub.example", "wss://gw.example/v1/relay", True),
+        ("https://hub.example", "ws://gw.example/v1/relay", False),
+        ("https://hub.example", "ws://10.0.0.2/v1/relay", False),
+        ("http://10.0.0.1:8720", "ws://10.0.0.2/v1/relay", True),
+    ],
+)
+async def test_a_hub_behind_tls_cannot_send_machines_to_gateways_without_it(
+    hub_url: str, gateway_url: str, is_dialled: bool
+) -> None:
+    offer = offered(gateway_url)
+    gateway = GatewayRecord(
+        gateway_id=OTHER, name="gw", url=gateway_url, edge_count=0, is_online=True, last_seen=1.0
+    )
+    expected = gateway_url if is_dialled else None
+    async with Hub(hub_url, allow_plain=True) as client:
+        client.answers = (
+            offer,
+            HeartbeatAnswer(interval_seconds=10, offers=(offer,)),
+            GatewayList(gateways=(gateway,)),
+        )
+        made = await client.create_edge(EdgeRequest(node_id=NODE))
+        assert made.relay_url == expected
+        beat = await client.heartbeat(Heartbeat(sequence=0))
+        assert beat.offers[0].relay_url == expected
+        assert (await client.gateways()).gateways[0].url == expected
+
+
+async def test_a_direct_address_without_tls_is_dialled_only_where_nobody_is_asked_for_a_name() -> (
+    None
+):
+    good = ("wss://attic.example/v1/edge", "ws://10.0.0.5:8716/v1/edge", "ws://[fd00::5]:8716/")
+    offer = offered(None).model_copy(update={"direct_urls": (*good, "ws://router.example/")})
+    async with Hub("https://hub.example") as client:
+        client.answers = (offer,)
+        assert (await client.create_edge(EdgeRequest(node_id=NODE))).direct_urls == good
+
+
+def offered(relay_url: str | None) -> EdgeOffer:
+    return EdgeOffer(
+        edge_id="0" * 32,
+        role=EdgeRole.BACKBONE,
+        gateway_id=OTHER,
+        relay_url=relay_url,
+        ticket="t",
+        peer_node_id=NODE,
+        peer_name="attic",
+        peer_public_key="A" * 43,
+        hub_id=HUB,
+        expires_at=1.0,
+    )

@@ -1,0 +1,75 @@
+"""The nodes of a plan are found again as who has proved itself, not as who they say they are."""
+
+import pytest
+
+from linkcpp.cluster.records import NodeId
+from linkcpp.launch.failing import NodeMissingError
+from linkcpp.launch.finding import find_nodes
+from linkcpp.node.client import EdgePort, NodeClient
+from linkcpp.node.reaching import Reach
+from linkcpp.planning.records import Plan
+from linkcpp.registry.discovering import hub_node_url
+from tests.cluster.peers import TOKEN, Peer, node_record, served
+from tests.launch.plans import layers_plan
+
+ATTIC = NodeId("00000000-0000-4000-8000-00000000000a")
+CELLAR = NodeId("00000000-0000-4000-8000-00000000000b")
+HUB = "https://hub.example"
+
+
+class Ways(Reach):
+    """Leads to peers by what the edges to them have proved, and by plain addresses."""
+
+    def __init__(self, edges: dict[str, EdgePort]) -> None:
+        super().__init__()
+        self._proved = edges
+        self.asked: list[str] = []
+
+    async def open(self, url: str, *, timeout_seconds: float = 10.0) -> NodeClient:
+        self.asked.append(url)
+        edge = self._proved.get(url)
+        return NodeClient(url, TOKEN, timeout_seconds=timeout_seconds, edge=edge)
+
+
+def plan_with(*urls: str) -> Plan:
+    plan = layers_plan(ATTIC)
+    return plan.model_copy(update={"node_urls": {ATTIC: urls}, "engine": node_record().engine})
+
+
+async def find(plan: Plan, ways: Ways, *urls: str) -> str:
+    async def discover() -> tuple[str, ...]:
+        return urls
+
+    found = await find_nodes(plan, reach=ways, more_urls=(), discover=discover)
+    for node in found.values():
+        await node.client.aclose()
+    return found[ATTIC].url
+
+
+async def test_a_node_of_a_hub_cannot_take_the_place_of_another_one() -> None:
+    liar = Peer(node_record(ATTIC))
+    cellar = hub_node_url(HUB, CELLAR)
+    async with served(liar):
+        ways = Ways({cellar: EdgePort(liar.port, CELLAR)})
+        with pytest.raises(NodeMissingError, match="cannot be found"):
+            await find(plan_with(), ways, cellar)
+    assert liar.tokens_seen == []
+
+
+async def test_who_calls_itself_another_node_than_it_has_proved_to_be_is_told() -> None:
+    liar = Peer(node_record(CELLAR))
+    liar.node_body = node_record(ATTIC).model_dump_json().encode()
+    async with served(liar) as url:
+        with pytest.raises(NodeMissingError, match=f"says that it is {ATTIC}"):
+            await find(plan_with(url), Ways({}))
+
+
+async def test_a_node_that_proves_itself_is_found_at_the_hub_and_others_there_are_not_asked() -> (
+    None
+):
+    attic = Peer(node_record(ATTIC))
+    mine, other = hub_node_url(HUB, ATTIC), hub_node_url(HUB, CELLAR)
+    async with served(attic):
+        ways = Ways({mine: EdgePort(attic.port, ATTIC)})
+        assert await find(plan_with(), ways, other, mine) == mine
+    assert ways.asked == [mine]
