@@ -32,6 +32,7 @@ from demo_parts import (
     tokens,
 )
 from rich.table import Table
+from rich.text import Text
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.sockets import free_port
@@ -55,9 +56,9 @@ def main() -> int:
         screen.print("\ninterrupted; everything is stopped")
         return 130
     except LinkcppError as error:
-        screen.print(f"[red]error:[/] {error.message}")
+        screen.print(Text.assemble(("error: ", "red"), error.message))
         if error.hint:
-            screen.print(f"[bold]way out:[/] {error.hint}")
+            screen.print(Text.assemble(("way out: ", "bold"), error.hint))
         return 2
 
 

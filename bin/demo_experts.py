@@ -33,6 +33,7 @@ from demo_parts import (
 )
 from rich.table import Table
 
+from linkcpp.cli.output import working
 from linkcpp.common.resources import resource_folder
 from linkcpp.common.sockets import free_port
 from linkcpp.common.units import format_bytes
@@ -187,15 +188,15 @@ def _show_slices(experts: dict[str, Any], model: Path) -> None:
 
 def _stream_and_kill(url: str, prompt: str, count: int, victim: Node) -> list[Any]:
     """Print words as they come; return the tokens of this very stream."""
-    screen.print(f"[bold]{prompt}[/]", end="")
+    screen.print(prompt, style="bold", end="")
     found: list[Any] = []
     for answer in _answers(url, prompt, count):
         found += tokens_of(answer)
-        screen.print(answer.get("content", ""), end="", markup=False)
+        screen.print(answer.get("content", ""), end="")
         if len(found) >= count // 3 and victim.process.poll() is None:
             victim.process.send_signal(signal.SIGKILL)
             victim.process.wait()
-            screen.print(f"[red]⟨{victim.name} killed⟩[/]", end="")
+            screen.print(f"⟨{victim.name} killed⟩", style="red", end="")
     screen.print()
     return found
 
@@ -237,7 +238,7 @@ def _show_work(experts: dict[str, Any]) -> int:
 
 def _wait_for_return(user: Person, name: str) -> None:
     deadline = time.monotonic() + 120
-    with screen.status(f"waiting until {name} computes again"):
+    with working(f"waiting until {name} computes again"):
         while time.monotonic() < deadline:
             state = json.loads(user.capture("status", "demo", "--json"))["state"]
             sentence = f"{name} is back and computes again"

@@ -8,20 +8,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from rich.console import Console
+from rich.text import Text
 
+from linkcpp.cli.output import console, working
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.sockets import free_port
 from linkcpp.engine.records import Engine
 
 NODES = ("gaming-pc", "mac", "old-server")
-screen = Console(highlight=False)
+screen = console()
 
 
 def packaged_model() -> Path:
@@ -41,20 +42,23 @@ def label(engine: Engine) -> str:
 
 def title(text: str) -> None:
     """Begin a part of the demo."""
-    screen.print(f"\n[bold cyan]{text}[/]")
+    screen.print(f"\n{text}", style="bold cyan")
+
+
+def show_command(words: Sequence[str], after: str = "") -> None:
+    """Show what a person would type."""
+    screen.print(f"$ {shlex.join(words)}{after}", style="dim", soft_wrap=True)
 
 
 def say_goodbye(started: float, *, kept: Path | None = None) -> None:
     """Tell that all is over, and how to go on; ``started`` is of the monotonic clock."""
     screen.print(f"\nall done in {time.monotonic() - started:.0f} s; nothing is left running")
     if kept is not None:
-        screen.print(f"the model of experts is {kept}", markup=False, soft_wrap=True)
+        screen.print(f"the model of experts is {kept}", soft_wrap=True)
     program = shlex.quote(str(Path(sys.prefix) / "bin" / "linkcpp"))
     activate = shlex.quote(str(Path(sys.prefix) / "bin" / "activate"))
     screen.print(
-        f"to go on: {program} doctor (after `. {activate}` it is just `linkcpp`)",
-        markup=False,
-        soft_wrap=True,
+        f"to go on: {program} doctor (after `. {activate}` it is just `linkcpp`)", soft_wrap=True
     )
 
 
@@ -68,7 +72,7 @@ class Person:
     def run(self, *words: str, check: bool = True, quiet: bool = False) -> None:
         """Show a command and run it; the demo ends if it fails."""
         if not quiet:
-            screen.print(f"[dim]$ linkcpp {shlex.join(words)}[/]", soft_wrap=True)
+            show_command(["linkcpp", *words])
         output = subprocess.DEVNULL if quiet else None
         done = subprocess.run(
             [*self.program, *words], env=self.environment, check=False, stdout=output, stderr=output
@@ -108,7 +112,7 @@ def start_node(
         "LINKCPP_HOME": str(folder / name),
         "LINKCPP_TOKEN_FILE": str(token_file),
     }
-    screen.print(f"[dim]$ linkcpp {shlex.join(words)} &[/]", soft_wrap=True)
+    show_command(["linkcpp", *words], " &")
     process = subprocess.Popen(
         [sys.executable, "-m", "linkcpp.cli.main", *words],
         env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
@@ -137,7 +141,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def wait(url: str, process: subprocess.Popen[bytes], log: Path, what: str) -> None:
     """Wait until something answers."""
     deadline = time.monotonic() + 120
-    with screen.status(f"waiting for {what}"):
+    with working(f"waiting for {what}"):
         while time.monotonic() < deadline:
             if process.poll() is not None:
                 break
@@ -153,10 +157,10 @@ def wait(url: str, process: subprocess.Popen[bytes], log: Path, what: str) -> No
 
 def stream(url: str, request: dict[str, Any]) -> None:
     """Print a streamed completion as it comes."""
-    screen.print(f"[dim]$ curl -N {url} -d {shlex.quote(json.dumps(request))}[/]", soft_wrap=True)
-    screen.print(f"[bold]{request['prompt']}[/]", end="")
+    show_command(["curl", "-N", url, "-d", json.dumps(request)])
+    screen.print(request["prompt"], style="bold", end="")
     for piece in pieces(url, {**request, "stream": True}):
-        screen.print(piece, end="", markup=False)
+        screen.print(piece, end="")
     screen.print()
 
 
@@ -195,12 +199,12 @@ def tokens_of(answer: dict[str, Any]) -> list[Any]:
 def compare(split: list[Any], single: list[Any]) -> bool:
     """Tell whether two runs gave the same tokens and log-probabilities, and return it."""
     if split == single:
-        screen.print(
-            f"[green]equal[/]: {len(single)} tokens and their top-8 log-probabilities, difference 0"
-        )
+        told = f": {len(single)} tokens and their top-8 log-probabilities, difference 0"
+        screen.print(Text.assemble(("equal", "green"), told))
         return True
     differing = sum(a != b for a, b in zip(split, single, strict=False))
-    screen.print(f"[red]different[/]: {differing} of {len(single)} tokens or log-probabilities")
+    told = f": {differing} of {len(single)} tokens or log-probabilities"
+    screen.print(Text.assemble(("different", "red"), told))
     return False
 
 
@@ -217,7 +221,7 @@ def one_process(
         str(location.llama_server), "-m", str(model), "--port", str(port), "-c", "1024", "-np", "1",
         "-ngl", "0", "--no-repack", "--fit", "off",
     ]  # fmt: skip
-    screen.print(f"[dim]$ {shlex.join(command)}[/]", soft_wrap=True)
+    show_command(command)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, stdin=subprocess.DEVNULL,

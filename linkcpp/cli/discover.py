@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.output import console, print_json, working
 from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
@@ -65,12 +65,10 @@ def discover(
     if watch:
         asyncio.run(_watch(search, remarks, as_json=as_json))
         return
-    with status_console().status("Looking for nodes…") as status:
-
-        def show(nodes: tuple[DiscoveredNode, ...]) -> None:
-            status.update(f"Looking for nodes… {len(nodes)} found")
-
-        found = asyncio.run(search.again(show))
+    with working("Looking for nodes…") as say:
+        found = asyncio.run(
+            search.again(lambda nodes: say(f"Looking for nodes… {len(nodes)} found"))
+        )
     if as_json:
         print_json(found)
     else:
@@ -171,7 +169,6 @@ def render(
     parts: list[RenderableType] = []
     if found.nodes:
         parts.append(_table(found.nodes))
-    # Text and not markup: names come from other machines.
     parts += [
         Text(f"{node.name} at {_address(node)}: {node.reason}", style="yellow")
         for node in found.nodes

@@ -3,9 +3,9 @@
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
-from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.output import console, print_json, working
 from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.node.diagnosis import Diagnosis, Verdict
@@ -23,8 +23,8 @@ def doctor(
 
     Ends with exit code 2 if anything cannot work as it is.
     """
-    with status_console().status("looking") as status:
-        diagnosis = examine(on_step=lambda step: status.update(f"looking at {escape(step)}"))
+    with working("looking") as say:
+        diagnosis = examine(on_step=lambda step: say(f"looking at {step}"))
     if as_json:
         print_json({**diagnosis.model_dump(mode="json"), "has_failure": diagnosis.has_failure})
     else:
@@ -39,9 +39,8 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     table.add_column(no_wrap=True)
     table.add_column()
     for item in diagnosis.observations:
-        text = escape(item.detail)
+        text = Text(item.detail)
         if item.hint:
-            text += f"\n[dim]-> {escape(item.hint)}[/]"
-        style = _STYLES[item.verdict]
-        table.add_row(f"[{style}]{item.verdict.value}[/]", escape(item.subject), text)
+            text.append(f"\n-> {item.hint}", "dim")
+        table.add_row(Text(item.verdict.value, _STYLES[item.verdict]), item.subject, text)
     console().print(table)

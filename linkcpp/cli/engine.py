@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.output import console, print_json, status_console, task_name, working
 from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
@@ -122,9 +122,9 @@ def install(
 
 def _check_all(locations: list[EngineLocation], *, refresh: bool) -> list[Engine]:
     engines = []
-    with status_console().status("") as status:
+    with working("") as say:
         for location in locations:
-            status.update(f"checking {escape(describe(location))}")
+            say(f"checking {describe(location)}")
             engines.append(check_engine(location, refresh=refresh))
     return engines
 
@@ -142,24 +142,26 @@ def _print_table(engines: list[Engine]) -> None:
             build = f"{number}{fingerprint.commit or ''}{modified}".strip() or "unknown"
             rpc = str(fingerprint.rpc_version or "-")
         devices = [f"{device.name} {format_bytes(device.total_bytes)}" for device in engine.devices]
-        verdict = "[green]works[/]"
+        verdict = Text("works", "green")
         if engine.problem is not None:
-            verdict = f"[red]{engine.problem.code}[/]"
+            verdict = Text(engine.problem.code, "red")
         table.add_row(
-            escape(describe(engine.location)),
-            escape(engine.location.found_by),
-            escape(build),
+            describe(engine.location),
+            engine.location.found_by,
+            build,
             rpc,
-            escape(", ".join(devices) or "-"),
+            ", ".join(devices) or "-",
             verdict,
         )
     output = console()
     output.print(table)
     for engine in engines:
         if engine.problem is not None:
-            name, problem = escape(describe(engine.location)), engine.problem
-            output.print(f"\n[bold]{name}[/]: {escape(problem.message)}", soft_wrap=True)
-            output.print(f"  way out: {escape(problem.hint)}", soft_wrap=True)
+            name, problem = describe(engine.location), engine.problem
+            output.print(
+                Text.assemble((f"\n{name}", "bold"), f": {problem.message}"), soft_wrap=True
+            )
+            output.print(f"  way out: {problem.hint}", soft_wrap=True)
 
 
 @contextmanager
@@ -167,7 +169,7 @@ def _progress() -> Iterator[ProgressReport]:
     """Show a bar where the whole is known, a moving one where it is not."""
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        task_name(),
         BarColumn(),
         TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),

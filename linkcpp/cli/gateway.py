@@ -111,7 +111,7 @@ async def _run(
         registering = asyncio.create_task(stay_registered(relay, client, public))
         registering.add_done_callback(lambda _: stop.set())
         out = console()
-        out.print(f"{public} relays for {credentials.url}", markup=False, soft_wrap=True)
+        out.print(f"{public} relays for {credentials.url}", soft_wrap=True)
         out.print("  Ctrl-C stops it.")
         try:
             await serve_gateway(relay, metrics_token, sockets, stop)
@@ -169,4 +169,4 @@ def _print_unit() -> None:
     words = [word for word in without_token(sys.argv[1:]) if word != "--systemd-unit"]
     command = [sys.executable, "-m", "linkcpp.cli.main", *words]
     text = systemd_unit("gateway", "linkcpp gateway of a hub", command)
-    console().print(text, end="", markup=False, soft_wrap=True)
+    console().print(text, end="", soft_wrap=True)

@@ -67,7 +67,7 @@ def hub(
         words = [word for word in sys.argv[1:] if word != "--systemd-unit"]
         command = [sys.executable, "-m", "linkcpp.cli.main", *words]
         text = systemd_unit("hub", "linkcpp hub", command)
-        console().print(text, end="", markup=False, soft_wrap=True)
+        console().print(text, end="", soft_wrap=True)
         return
     # Only here: the verbs below, which make one call, need not load a database and a framework.
     try:
@@ -139,7 +139,7 @@ def revoke(
         return found[0].name
 
     name = ask(revoked, data=data or context.obj, hub_url=hub_url)
-    console().print(f"{name} is revoked.", markup=False)
+    console().print(f"{name} is revoked.")
 
 
 def _is_meant(word: str, node: RegisteredNode) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from linkcpp.cli.hub_access import DATA_OPTION, HUB_OPTION, JSON_OPTION, ask, data_folder_of
 from linkcpp.cli.output import byte_bar, console, print_json, status_console
@@ -75,14 +75,12 @@ def add(
     if is_new:
         command = f"linkcpp hub --data {shlex.quote(str(folder))}"
         status_console().print(
-            f"{folder} is a hub's data folder now: `{command}` serves it.",
-            markup=False,
-            soft_wrap=True,
+            f"{folder} is a hub's data folder now: `{command}` serves it.", soft_wrap=True
         )
     if as_json:
         print_json(_public(entry.model))
         return
-    console().print(f"[bold]{escape(entry.model.name)}[/]  {_summary(entry.model)}")
+    console().print(Text.assemble((entry.model.name, "bold"), f"  {_summary(entry.model)}"))
 
 
 @app.command(name="list")
@@ -119,10 +117,10 @@ def _print_models(models: Sequence[ServedModel]) -> None:
         backbone = sum(part.backbone_bytes for part in model.parts)
         added = datetime.fromtimestamp(model.added_at, UTC).astimezone()
         table.add_row(
-            escape(model.name),
+            model.name,
             format_bytes(model.file_bytes),
             format_bytes(model.file_bytes - backbone),
-            f"[red]{escape(model.problem)}[/]" if model.problem else _where(model),
+            Text(model.problem, "red") if model.problem else _where(model),
             f"{added:%Y-%m-%d %H:%M}",
         )
     console(80).print(table)
@@ -145,7 +143,7 @@ def remove(
             raise
         raise _unknown(name, catalogue.names()) from problem
     console().print(
-        f"Removed {escape(printable(name))}. Plans that name it cannot be launched any more.",
+        f"Removed {printable(name)}. Plans that name it cannot be launched any more.",
         soft_wrap=True,
     )
 

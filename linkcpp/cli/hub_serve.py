@@ -67,16 +67,13 @@ async def _serve(
 def _announce(url: str, folder: Path, token_file: Path | None, *, with_gateway: bool) -> None:
     out = console()
     what = "a hub and gateway" if with_gateway else "a hub"
-    out.print(f"{url} is {what}; its data is in {folder}", markup=False, soft_wrap=True)
+    out.print(f"{url} is {what}; its data is in {folder}", soft_wrap=True)
     if token_file is not None:
         out.print(
             f"  a join token for the first admin is in {token_file}; on this machine none is "
             "needed",
-            markup=False,
             soft_wrap=True,
         )
     data = f" --data {folder}" if folder != data_folder_of(None) else ""
-    out.print(
-        f"  linkcpp hub token create{data}    lets a machine in", markup=False, soft_wrap=True
-    )
+    out.print(f"  linkcpp hub token create{data}    lets a machine in", soft_wrap=True)
     out.print("  Ctrl-C stops it.")

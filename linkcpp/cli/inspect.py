@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.output import console, print_json, working
 from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
@@ -62,7 +62,7 @@ def inspect(
             "There is no model to inspect.",
             hint="Name a GGUF file, a URL or a preset; `linkcpp inspect --list` shows the presets.",
         )
-    with status_console().status("Reading the header…"):
+    with working("Reading the header…"):
         inventory = load_model_anywhere(model)
     if as_json:
         print_json(_as_data(inventory, context, with_tensors=tensors))

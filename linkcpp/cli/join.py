@@ -182,14 +182,14 @@ def _print_unit() -> None:
     words = [word for word in without_token(sys.argv[1:]) if word != "--systemd-unit"]
     command = [sys.executable, "-m", "linkcpp.cli.main", *words]
     text = systemd_unit("join", "linkcpp, joined to a hub", command)
-    console().print(text, end="", markup=False, soft_wrap=True)
+    console().print(text, end="", soft_wrap=True)
 
 
 def _tell_what_next(credentials: HubCredentials) -> None:
     out = console()
     first, *commands = _NEXT_STEPS[credentials.node_token.role]
-    out.print(first, markup=False)
+    out.print(first)
     for command in commands:
-        out.print(f"  {command.format(url=credentials.url)}", markup=False, soft_wrap=True)
+        out.print(f"  {command.format(url=credentials.url)}", soft_wrap=True)
     key = fingerprint(load_keys().edge_public)
-    out.print(f"Its key, for whoever asks: {key}", markup=False, soft_wrap=True)
+    out.print(f"Its key, for whoever asks: {key}", soft_wrap=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from linkcpp.cli.output import status_console
+from linkcpp.cli.output import working
 from linkcpp.cluster.config import load_config
 from linkcpp.cluster.identity import Identity, load_identity
 from linkcpp.common.errors import LinkcppError
@@ -46,7 +46,7 @@ def credentials_of(
     secret = read_join_token(token)
     if secret is None:
         return load_credentials(url)
-    with status_console().status("joining the hub"):
+    with working("joining the hub"):
         joining = join_hub(
             url, secret, identity=identity, keys=load_keys(), roles=roles, allow_plain=plain
         )

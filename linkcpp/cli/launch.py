@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from linkcpp.cli.log_format import LogFormatOption
-from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.output import console, print_json, status_console, task_name
 from linkcpp.cli.plan_files import load_plan
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.addresses import own_addresses
@@ -190,14 +190,14 @@ def _show_progress(
             said.update(news, done)
             # A terminal has the bars; a log file gets a line for each stage that is done.
             for line in news + ([] if screen.is_terminal else done):
-                progress.console.print(escape(line))
+                progress.console.print(line)
     return state
 
 
 def _bars(screen: Console) -> Progress:
     return Progress(
-        SpinnerColumn(finished_text="[green]✓[/]"),
-        TextColumn("{task.description}"),
+        SpinnerColumn(finished_text=Text("✓", "green")),
+        task_name(),
         BarColumn(),
         TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),
@@ -212,7 +212,7 @@ def _update(progress: Progress, tasks: dict[str, TaskID], bars: list[Bar]) -> No
         progress.remove_task(tasks.pop(gone))
     for bar in bars:
         if bar.label not in tasks:
-            tasks[bar.label] = progress.add_task(escape(bar.label), total=bar.total, amount="")
+            tasks[bar.label] = progress.add_task(bar.label, total=bar.total, amount="")
         progress.update(tasks[bar.label], completed=bar.done, total=bar.total, amount=_amount(bar))
 
 
@@ -230,17 +230,17 @@ def _show_result(state: DeploymentState, host: str) -> None:
     if state.api_key_file:
         # Read by the shell when it is typed, so that the key itself is on no screen.
         command += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(state.api_key_file)})"'
-    print_plain = console().print
-    print_plain(f"[bold]{escape(state.name)}[/] answers at [bold]{url}/v1[/] (OpenAI API)")
+    out = console()
+    answers = ((state.name, "bold"), " answers at ", (f"{url}/v1", "bold"), " (OpenAI API)")
+    out.print(Text.assemble(*answers), soft_wrap=True)
     for address in _addresses_for_others(host):
         other = node_url(address, int(url.rpartition(":")[2]))
-        print_plain(f"  for other machines: {other}/v1", markup=False, soft_wrap=True)
+        out.print(f"  for other machines: {other}/v1", soft_wrap=True)
     if state.api_key_file:
-        text = f"  Every request needs the API key in {state.api_key_file}"
-        print_plain(text, markup=False, soft_wrap=True)
-    print_plain(f"  {command}", markup=False, soft_wrap=True)
+        out.print(f"  Every request needs the API key in {state.api_key_file}", soft_wrap=True)
+    out.print(f"  {command}", soft_wrap=True)
     for word in ("status", "logs", "stop"):
-        print_plain(f"  linkcpp {word} {state.name}", markup=False, soft_wrap=True)
+        out.print(f"  linkcpp {word} {state.name}", soft_wrap=True)
 
 
 def _addresses_for_others(host: str) -> tuple[str, ...]:
@@ -275,34 +275,33 @@ def _show_preview(plan: Preview, *, as_json: bool) -> None:
     if as_json:
         print_json(plan)
         return
+
+    def say(title: str, rest: str = "") -> None:
+        screen.print(Text.assemble((title, "bold"), rest), soft_wrap=True)
+
     screen = console()
-    screen.print(f"[bold]{escape(plan.name)}[/]: what a launch would do; it did nothing.")
+    say(plan.name, ": what a launch would do; it did nothing.")
     for server in plan.servers:
         address = server.urls[0] if server.urls else "<address>"
-        screen.print(
-            f"\n[bold]on {escape(server.node_name)}[/], asked by POST {address}/v1/servers"
-        )
-        screen.print(server.request.model_dump_json(), markup=False, soft_wrap=True)
-        screen.print(f"$ {shlex.join(server.command)}", markup=False, soft_wrap=True)
+        say(f"\non {server.node_name}", f", asked by POST {address}/v1/servers")
+        say("", server.request.model_dump_json())
+        say("", f"$ {shlex.join(server.command)}")
     for worker in plan.workers:
         where = "here, in an rpc-server that the virtual device drives"
         if worker.urls:
             where = f"in a worker, asked for by POST {worker.urls[0]}/v1/workers"
-        screen.print(
-            f"\n[bold]experts on {escape(worker.node_name)} {worker.device}[/], {where}: "
-            f"{format_bytes(worker.slice_bytes)} (layers:experts "
-            f"{' '.join(worker.experts)})"
-        )
-        screen.print(f"$ {shlex.join(worker.command)}", markup=False, soft_wrap=True)
-    screen.print("\n[bold]here[/]")
+        experts = f"{format_bytes(worker.slice_bytes)} (layers:experts {' '.join(worker.experts)})"
+        say(f"\nexperts on {worker.node_name} {worker.device}", f", {where}: {experts}")
+        say("", f"$ {shlex.join(worker.command)}")
+    say("\nhere")
     for program in plan.programs:
-        screen.print(f"$ {shlex.join(program)}", markup=False, soft_wrap=True)
-    screen.print(f"$ {_shell_words(plan.command)}", markup=False, soft_wrap=True)
-    screen.print("\n[bold]files[/]")
+        say("", f"$ {shlex.join(program)}")
+    say("", f"$ {_shell_words(plan.command)}")
+    say("\nfiles")
     for file in plan.files:
-        screen.print(f"{file.path}  ({file.purpose})", markup=False, soft_wrap=True)
+        say("", f"{file.path}  ({file.purpose})")
         if file.content is not None:
-            screen.print(file.content, markup=False, soft_wrap=True)
+            say("", file.content)
 
 
 def _shell_words(command: tuple[str, ...]) -> str:

@@ -77,12 +77,8 @@ def node(
     smaller by what its plan says and by what its rpc-server takes for itself.
     """
     if unit:
-        console().print(
-            systemd_unit("node", "linkcpp node agent", _unit_command()),
-            end="",
-            markup=False,
-            soft_wrap=True,
-        )
+        text = systemd_unit("node", "linkcpp node agent", _unit_command())
+        console().print(text, end="", soft_wrap=True)
         return
     config = load_config()
     limit = parse_bytes(memory) if memory is not None else config.memory_limit_bytes

@@ -6,7 +6,9 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from linkcpp.cli.output import console, status_console
+from rich.text import Text
+
+from linkcpp.cli.output import console, status_console, working
 from linkcpp.cluster.addresses import own_addresses
 from linkcpp.cluster.config import node_url
 from linkcpp.cluster.measure import CPU, cpu_read_rate
@@ -48,14 +50,14 @@ def look_at_machine(explicit: Path | None) -> tuple[Engine, int]:
 
     Returns the engine and what an rpc-server takes for itself, in bytes.
     """
-    screen = status_console()
-    with screen.status("checking the engine by running it"):
+    with working("checking the engine by running it"):
         engine = engine_or_problem(explicit)
     if engine.problem is not None:
-        screen.print(f"[bold red]engine problem:[/] {plain(engine.problem.message)}")
-        screen.print(f"[bold]way out:[/] {plain(engine.problem.hint)}")
+        screen = status_console()
+        screen.print(Text.assemble(("engine problem:", "bold red"), f" {engine.problem.message}"))
+        screen.print(Text.assemble(("way out:", "bold"), f" {engine.problem.hint}"))
         screen.print("The node runs all the same and tells this, but takes no work.")
-    with screen.status("measuring this machine"):
+    with working("measuring this machine"):
         cpu_read_rate()
         return engine, asyncio.run(measure_overhead(engine))
 
@@ -88,14 +90,15 @@ def _urls(host: str | None, port: int) -> list[str]:
 def _announce(record: NodeRecord, urls: Sequence[str], kept_bytes: int) -> None:
     out = console()
     engine = record.engine.label if record.engine else "none that works"
-    out.print(f"[bold]{plain(record.name)}[/] is a node: {plain(', '.join(urls))}", soft_wrap=True)
-    out.print(f"  engine: {plain(engine)}", soft_wrap=True)
+    title = Text.assemble((record.name, "bold"), f" is a node: {', '.join(urls)}")
+    out.print(title, soft_wrap=True)
+    out.print(f"  engine: {engine}", soft_wrap=True)
     if record.engine_problem is not None:
         out.print("  offers nothing until its engine works")
     for device in record.devices if record.engine_problem is None else ():
         out.print(
             f"  offers {format_bytes(device.offered_bytes)} of {format_bytes(device.total_bytes)} "
-            f"on {plain(device.name)} ({plain(device.description)})"
+            f"on {device.name} ({device.description})"
             f"{_deductions(device, record, kept_bytes)}",
             soft_wrap=True,
         )
@@ -110,8 +113,3 @@ def _deductions(device: NodeDevice, record: NodeRecord, kept_bytes: int) -> str:
     if device.is_cpu:
         words.append(f"{format_bytes(kept_bytes)} kept for the rpc-server itself")
     return f": {', '.join(words)}" if words else ""
-
-
-def plain(text: str) -> str:
-    """Keep names of machines from being read as markup."""
-    return text.replace("[", r"\[")

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -20,6 +19,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.segment import Segment
+from rich.text import Text
 
 from linkcpp.common.text import printable_lines
 
@@ -28,7 +28,14 @@ _ID_IN_BRACKETS = re.compile(r" \([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\)"
 
 
 class PrintableConsole(Console):
-    """A console on which no text controls the terminal, wherever it comes from."""
+    """A console on which a text is itself, wherever it comes from: it controls no terminal.
+
+    A ``str`` is never markup or the name of an emoji: ``[fe80::1:bee:1]`` is an address. What is to
+    have a style is a ``Text``.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, markup=False, emoji=False, highlight=False)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -53,14 +60,21 @@ def console(least_columns: int = 40) -> Console:
     A terminal of fewer than ``least_columns`` wraps the lines itself: a table squeezed into it
     would lose whole columns.
     """
-    made = _DataConsole(highlight=False)
+    made = _DataConsole()
     made.width = max(made.width, least_columns)
     return made
 
 
 def status_console() -> Console:
     """Give the console for progress and remarks, on stderr, so that stdout stays data."""
-    return PrintableConsole(stderr=True, highlight=False)
+    return PrintableConsole(stderr=True)
+
+
+@contextmanager
+def working(doing: str) -> Iterator[Callable[[str], None]]:
+    """Say on stderr what is being done meanwhile; call what it yields to say something else."""
+    with status_console().status(Text(doing)) as status:
+        yield lambda other: status.update(Text(other))
 
 
 def print_json(value: Any) -> None:
@@ -124,19 +138,24 @@ class ProgressLines:
 
     def say(self, line: str) -> None:
         """Write one line, however long it is."""
-        self._screen.print(escape(line), soft_wrap=True)
+        self._screen.print(line, soft_wrap=True)
+
+
+def task_name() -> TextColumn:
+    """Make the column of a bar's name, which is data and not markup."""
+    return TextColumn("{task.description}", markup=False)
 
 
 @contextmanager
 def byte_bar(name: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on stderr meanwhile; call what it yields with bytes just done."""
     columns = (
-        TextColumn("{task.description}"),
+        task_name(),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=status_console(), transient=True) as progress:
-        task = progress.add_task(escape(name), total=total_bytes)
+        task = progress.add_task(name, total=total_bytes)
         yield lambda done_bytes: progress.advance(task, done_bytes)

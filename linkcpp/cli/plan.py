@@ -8,7 +8,7 @@ import typer
 from pydantic import ValidationError
 from rich.text import Text
 
-from linkcpp.cli.output import console, print_json, status_console
+from linkcpp.cli.output import console, print_json, status_console, working
 from linkcpp.cli.plan_files import load_counts, read_document, save_plan
 from linkcpp.cli.plan_notes import alone_note, next_step
 from linkcpp.cli.plan_report import explanation, report
@@ -125,7 +125,7 @@ def plan(
         repack=repack,
     )
     counts = None if hot is None else load_counts(hot)
-    with status_console().status("Looking at the model and the nodes…") as status:
+    with working("Looking at the model and the nodes…") as say:
         inventory = load_model_anywhere(model, hub or [])
         place = parse_hub_location(inventory.source)
         hub_urls = list(dict.fromkeys([*(hub or []), *([place.hub_url] if place else [])]))
@@ -136,7 +136,7 @@ def plan(
         )
         cluster = _changed(cluster, options, memory, assume or [])
         require_minimum(inventory, cluster, options)
-        status.update("Planning…")
+        say("Planning…")
         try:
             made = make_plan(inventory, cluster, options, counts)
         except InfeasibleError as error:

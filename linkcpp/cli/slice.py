@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
-from linkcpp.cli.output import byte_bar, console, print_json, status_console
+from linkcpp.cli.output import byte_bar, console, print_json, status_console, working
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
@@ -92,7 +92,7 @@ def slice_model(
             hint="Leave out either --backbone or the layers and experts.",
         )
     require_here(model, "slice")
-    with status_console().status(f"Reading the header of {escape(model)}…"):
+    with working(f"Reading the header of {model}…"):
         files = open_whole_model(model)
     with files:
         if backbone:
@@ -157,15 +157,15 @@ def _bar(name: str, total_bytes: int) -> Iterator[OnProgress]:
 def _report(written: list[WrittenFile]) -> None:
     out = console()
     for file in written:
-        out.print(f"[bold]{escape(str(file.path))}[/]  {_size(file)}")
+        out.print(Text.assemble((str(file.path), "bold"), f"  {_size(file)}"))
         for text in describe(file.segments):
             out.print(f"  layers {text.replace(':', ', experts ')}")
         if file.reused_bytes:
             there = format_bytes(file.reused_bytes)
             out.print(f"  {there} were there from before and have the right hashes")
-        out.print(f"  SHA-256 of every slab: {escape(file.manifest.name)}")
+        out.print(f"  SHA-256 of every slab: {file.manifest.name}")
         for note in file.notes:
-            out.print(f"[yellow]•[/] {escape(note)}")
+            out.print(Text.assemble(("• ", "yellow"), note))
     out.print(f"{format_bytes(written[-1].source_bytes)} of the model were read")
 
 
@@ -194,7 +194,6 @@ def _verify(path: Path, *, as_json: bool) -> None:
             f"{path} is not as it was written. {' '.join([*found.problems, *what])}",
             hint="Slice the model again with --force, or copy the file again.",
         )
-    console().print(
-        f"[green]sound[/]: {found.slab_count} hashes over {format_bytes(found.checked_bytes)} of "
-        f"{escape(path.name)} are right"
-    )
+    size = format_bytes(found.checked_bytes)
+    told = f": {found.slab_count} hashes over {size} of {path.name} are right"
+    console().print(Text.assemble(("sound", "green"), told))

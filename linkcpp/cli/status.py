@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from linkcpp.cli.output import console, print_json, window_text, without_ids
 from linkcpp.cli.plan_files import save_counts
@@ -84,7 +84,7 @@ def status(
         return
     console().print(status_view(reports))
     if name is None and (ended := len(all_deployments()) - len(reports)):
-        console().print(f"[dim]{ended} more ended earlier: linkcpp status --all[/]")
+        console().print(Text(f"{ended} more ended earlier: linkcpp status --all", "dim"))
     for deployment, values in counters.items():
         console().print(_metrics_table(deployment, values))
 
@@ -100,7 +100,7 @@ def _write_counts(folder: DeploymentFolder, path: Path, *, as_json: bool) -> Non
         f"{path} tells of {pairs:,} choices of experts in {len(counts.layers)} layers. Place the "
         f"often chosen ones nearby with: linkcpp plan --mode experts --hot {shlex.quote(str(path))}"
     )
-    console().print(text, markup=False, soft_wrap=True)
+    console().print(text, soft_wrap=True)
 
 
 def _reports(name: str | None, *, every: bool) -> list[DeploymentReport]:
@@ -149,38 +149,35 @@ def status_view(reports: list[DeploymentReport]) -> RenderableType:
 
 
 def _report_view(report: DeploymentReport) -> list[RenderableType]:
-    colour = _COLOURS[report.condition]
-    head = f"[bold]{escape(report.name)}[/] [{colour}]{report.condition.value}[/]"
+    condition = (report.condition.value, _COLOURS[report.condition])
+    head = Text.assemble((report.name, "bold"), " ", condition)
     state = report.state
     if state is None or report.condition not in (Condition.RUNNING, Condition.STARTING):
         return [head, *_explanation(report)]
     if report.uptime_seconds is not None:
-        head += f" for {_duration(report.uptime_seconds)} at {state.api_url}"
+        head.append(f" for {_duration(report.uptime_seconds)} at {state.api_url}")
     if report.condition is Condition.STARTING:
-        head += f": {state.phase.value.replace('_', ' ')}"
+        head.append(f": {state.phase.value.replace('_', ' ')}")
     experts = experts_view(state.experts) if state.experts else []
     ways = [
-        f"  {escape(stage.node_name)} by {escape(without_ids(stage.way))}"
-        for stage in state.stages
-        if stage.way
+        f"  {stage.node_name} by {without_ids(stage.way)}" for stage in state.stages if stage.way
     ]
     return [head, *_explanation(report), _facts(state), _stage_table(state), *ways, *experts]
 
 
 def _explanation(report: DeploymentReport) -> list[RenderableType]:
-    lines = [f"  {escape(text)}" for text in (report.explanation, report.advice) if text]
-    return list(lines)
+    return [f"  {text}" for text in (report.explanation, report.advice) if text]
 
 
 def _facts(state: DeploymentState) -> str:
-    facts = [f"model {escape(state.model_name)}", f"mode {state.mode}"]
+    facts = [f"model {state.model_name}", f"mode {state.mode}"]
     if state.tokens_per_second is not None:
         facts.append(f"last answer {state.tokens_per_second:.1f} tokens/s")
     if state.prompt_tokens_per_second is not None:
         facts.append(f"last prompt {state.prompt_tokens_per_second:.1f} tokens/s")
     facts.append(f"restarts {state.restart_count}")
     if state.excluded_nodes:
-        facts.append(f"without {escape(', '.join(state.excluded_nodes))}")
+        facts.append(f"without {', '.join(state.excluded_nodes)}")
     return f"  {', '.join(facts)}"
 
 
@@ -198,8 +195,8 @@ def _stage_table(state: DeploymentState) -> Table:
 def _stage_cells(stage: StageState) -> list[str]:
     held = stage.model_buffer_bytes if stage.is_coordinator else stage.held_weight_bytes
     return [
-        f"{escape(stage.node_name)}{' (here)' if stage.is_coordinator else ''}",
-        escape(stage.device),
+        f"{stage.node_name}{' (here)' if stage.is_coordinator else ''}",
+        stage.device,
         window_text(stage.first_layer, stage.layer_count, holds_output=stage.holds_output)
         or "none",
         format_bytes(stage.planned_weight_bytes),
@@ -214,7 +211,7 @@ def _metrics_table(deployment: str, counters: dict[str, float]) -> Table:
     table = WholeTable("counter", "value", box=None, padding=(0, 2), header_style="dim")
     table.title = f"llama-server of {deployment}" + ("" if counters else ": no counters")
     for counter, value in sorted(counters.items()):
-        table.add_row(escape(counter), f"{value:g}")
+        table.add_row(counter, f"{value:g}")
     return table
 
 

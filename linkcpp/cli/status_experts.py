@@ -1,7 +1,7 @@
 """How `linkcpp status` shows the experts of a deployment."""
 
 from rich.console import RenderableType
-from rich.markup import escape
+from rich.text import Text
 
 from linkcpp.cli.output import without_ids
 from linkcpp.cli.tables import WholeTable
@@ -18,23 +18,21 @@ def experts_view(experts: ExpertsState) -> list[RenderableType]:
     for worker in experts.workers:
         table.add_row(*_cells(worker))
     details = [
-        f"  {escape(worker.node_name)}: {escape(why)}"
-        for worker in experts.workers
-        if (why := _why_not(worker))
+        f"  {worker.node_name}: {why}" for worker in experts.workers if (why := _why_not(worker))
     ]
     ways = [
-        f"  {escape(worker.node_name)} by {escape(without_ids(worker.way))}"
+        f"  {worker.node_name} by {without_ids(worker.way)}"
         for worker in experts.workers
         if worker.way
     ]
     return [table, *ways, *details, f"  {_summary(experts)}"]
 
 
-def _cells(worker: WorkerState) -> list[str]:
+def _cells(worker: WorkerState) -> list[str | Text]:
     total = worker.total
     count = sum(segment.last - segment.first + 1 for segment in worker.segments)
     return [
-        f"{escape(worker.node_name)}{' (here)' if worker.is_coordinator else ''}",
+        f"{worker.node_name}{' (here)' if worker.is_coordinator else ''}",
         _state(worker),
         f"{count:,}",
         "-" if worker.slab_bytes is None else format_bytes(worker.slab_bytes),
@@ -47,12 +45,13 @@ def _cells(worker: WorkerState) -> list[str]:
     ]
 
 
-def _state(worker: WorkerState) -> str:
+def _state(worker: WorkerState) -> Text:
     if worker.phase is WorkerPhase.UP and not worker.is_linked:
-        return "[yellow]silent[/]"
+        return Text("silent", "yellow")
     colour = {WorkerPhase.UP: "green", WorkerPhase.AWAY: "red"}.get(worker.phase, "yellow")
     is_noteworthy = worker.phase is WorkerPhase.UP and worker.checked in (UNCHECKED, "equivalent")
-    return f"[{colour}]{worker.phase.value}[/]{f', {worker.checked}' if is_noteworthy else ''}"
+    checked = f", {worker.checked}" if is_noteworthy else ""
+    return Text.assemble((worker.phase.value, colour), checked)
 
 
 def _why_not(worker: WorkerState) -> str | None:
@@ -64,11 +63,11 @@ def _why_not(worker: WorkerState) -> str | None:
 def _summary(experts: ExpertsState) -> str:
     seen = experts.dispatch
     if experts.fallback_failure:
-        fallback = f"the local fallback failed: {escape(experts.fallback_failure)}"
+        fallback = f"the local fallback failed: {experts.fallback_failure}"
     elif experts.has_fallback:
         fallback = f"{seen.fallback_pair_count:,} pairs computed here instead of by a worker"
     else:
-        why = f" ({escape(experts.fallback_absence)})" if experts.fallback_absence else ""
+        why = f" ({experts.fallback_absence})" if experts.fallback_absence else ""
         fallback = f"no local fallback{why}"
     facts = [
         f"{seen.pair_count:,} pairs in {seen.call_count:,} calls",

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID
+from rich.text import Text
 
-from linkcpp.cli.output import ProgressLines, console, print_json, status_console
+from linkcpp.cli.output import ProgressLines, console, print_json, status_console, task_name
 from linkcpp.cli.plan_files import load_plan
 from linkcpp.cli.verb import verb
 from linkcpp.cli.verify_report import verification_view
@@ -70,8 +71,8 @@ def _run(folder: DeploymentFolder, options: VerifyOptions) -> VerifyReport:
         lines.say(_what_will_be_done(folder.name, options))
         return asyncio.run(run_verification(folder, options, lines.tell))
     with Progress(
-        SpinnerColumn(finished_text="[green]✓[/]"),
-        TextColumn("{task.description}"),
+        SpinnerColumn(finished_text=Text("✓", "green")),
+        task_name(),
         BarColumn(),
         MofNCompleteColumn(),
         console=screen,

@@ -1,7 +1,6 @@
 """The tables of ``linkcpp verify``, which fit into 80 columns."""
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -21,14 +20,11 @@ def verification_view(report: VerifyReport) -> RenderableType:
     if report.workers:
         parts.append(_worker_table(report.workers))
     parts += [
-        f"{_name(worker.name)}: {escape(worker.problem)}"
-        for worker in report.workers
-        if worker.problem
+        f"{printable(worker.name)}: {worker.problem}" for worker in report.workers if worker.problem
     ]
-    parts += [f"[dim]{escape(note)}[/]" for note in report.notes]
-    parts.append(
-        f"[bold]{_name(report.name)}[/]: [{_COLOURS[report.verdict]}]{escape(report.summary)}[/]"
-    )
+    parts += [Text(note, "dim") for note in report.notes]
+    name, verdict = (printable(report.name), "bold"), (report.summary, _COLOURS[report.verdict])
+    parts.append(Text.assemble(name, ": ", verdict))
     return Group(*parts)
 
 
@@ -41,11 +37,11 @@ def _text_table(report: VerifyReport, text: TextAgreement) -> Table:
         beginning = Text(printable(prompt.beginning), no_wrap=True, overflow="ellipsis")
         table.add_row(beginning, str(prompt.prompt_tokens), *cells)
     total = sum(prompt.prompt_tokens for prompt in report.prompts)
-    table.add_row("[bold]all[/]", str(total), *_text_cells(text))
+    table.add_row(Text("all", "bold"), str(total), *_text_cells(text))
     return table
 
 
-def _text_cells(found: TextAgreement) -> list[str]:
+def _text_cells(found: TextAgreement) -> list[str | Text]:
     return [
         f"{found.equal_count} of {found.position_count}",
         f"{found.largest_difference:.2g}",
@@ -63,8 +59,8 @@ def _worker_table(workers: tuple[WorkerReport, ...]) -> Table:
     for worker in workers:
         found = worker.agreement
         table.add_row(
-            _name(worker.name),
-            escape(", ".join(worker.against)) or "nobody",
+            printable(worker.name),
+            ", ".join(worker.against) or "nobody",
             str(worker.layer_count),
             "-" if found is None else str(found.row_count),
             "-" if found is None else f"{found.least_cosine:.6f}",
@@ -86,10 +82,6 @@ def _add_numbers(table: Table, *titles: str) -> None:
         table.add_column(title, justify="right", no_wrap=True)
 
 
-def _name(text: str) -> str:
-    return escape(printable(text))
-
-
 def _share(share: float) -> str:
     return "100 %" if share == 1 else f"{share:.2%}"
 
@@ -98,5 +90,5 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
 
 
-def _coloured(verdict: Verdict) -> str:
-    return f"[{_COLOURS[verdict]}]{verdict.value}[/]"
+def _coloured(verdict: Verdict) -> Text:
+    return Text(verdict.value, _COLOURS[verdict])

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from linkcpp.cli.output import byte_bar, console
 from linkcpp.cli.verb import verb
@@ -98,12 +97,12 @@ async def _run(config: WorkerConfig, token_path: Path) -> None:
     with byte_bar(slabs.model_name, total) as on_progress:
 
         def announce(line: str) -> None:
-            out.print(escape(line), soft_wrap=True)
+            out.print(line, soft_wrap=True)
             held = describe(slabs.segments)
-            out.print(f"  {format_bytes(total)} of experts of {escape(slabs.model_name)}")
+            out.print(f"  {format_bytes(total)} of experts of {slabs.model_name}")
             for text in held:
                 out.print(f"  layers {text.replace(':', ', experts ')}")
-            out.print(f"  the token is in {escape(str(token_path))}", soft_wrap=True)
+            out.print(f"  the token is in {token_path}", soft_wrap=True)
             out.print("  Ctrl-C stops it.")
 
         await run_worker(config, announce, on_progress)
