@@ -72,7 +72,7 @@ def _worker_table(workers: tuple[WorkerReport, ...]) -> Table:
 
 
 def _table(first: str) -> Table:
-    table = WholeTable(box=None, padding=(0, 1), collapse_padding=True, header_style="dim")
+    table = WholeTable(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column(first)
     return table
 
