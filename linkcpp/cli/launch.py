@@ -325,7 +325,7 @@ def _unit(request: LaunchRequest, plan_file: Path) -> str:
         command += ["--templates", request.templates_folder]
     if request.plan.mode is PlanMode.EXPERTS:
         if request.fallback_bytes is not None:
-            command += ["--fallback-memory", str(request.fallback_bytes)]
+            command += ["--fallback-memory", f"{request.fallback_bytes}B"]
         command += ["--patience", f"{request.patience_seconds:g}"]
     for url in request.node_urls:
         command += ["--node", url]

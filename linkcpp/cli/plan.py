@@ -97,7 +97,10 @@ def plan(
     ] = None,
     assume: Annotated[
         list[str] | None,
-        typer.Option(help="What if there were more machines: 24GB, 3x24GB, 2x8GB@gpu."),
+        typer.Option(
+            help="What if there were more machines: 24GB, 3x24GB, 2x8GB@gpu; @gpu:936GB/s says how "
+            "fast a device reads its memory."
+        ),
     ] = None,
     no_mdns: Annotated[
         bool, typer.Option("--no-mdns", help="Ask only the addresses that are named.")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
@@ -25,10 +25,10 @@ DEFAULT_AGENT_PORT = 8716
 
 
 def _read_size(value: Any) -> Any:
-    if not isinstance(value, str):
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         return value
     try:
-        return parse_bytes(value)
+        return parse_bytes(str(value))
     except LinkcppError as error:
         raise ValueError(str(error)) from error
 
@@ -44,8 +44,6 @@ def _read_urls(value: Any) -> Any:
 
 class Config(Record):
     """The settings; each has a default, so the file need not exist."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     name: str | None = None
     nodes: Annotated[tuple[str, ...], BeforeValidator(_read_urls)] = ()

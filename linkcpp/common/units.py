@@ -6,7 +6,7 @@ import re
 from linkcpp.common.errors import LinkcppError
 
 _SUFFIXES = {
-    "": 1, "b": 1,
+    "b": 1,
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6,
     "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -30,15 +30,19 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Read ``6GB``, ``512 MiB`` or ``1.5g`` as bytes.
+    """Read ``6GB``, ``512 MiB`` or ``1.5g`` as bytes; only ``0`` needs no unit.
 
     Raises:
-        LinkcppError: the text is not a size.
+        LinkcppError: the text is not a size, or has no unit: who writes 24 means 24 GB.
     """
     match = _SIZE.fullmatch(text)
+    if match is not None and not match[2]:
+        if float(match[1]) == 0:
+            return 0
+        raise LinkcppError(
+            f"The size {text!r} has no unit.", hint=f"Write it like {match[1]}GB or {match[1]}MiB."
+        )
     factor = _SUFFIXES.get(match[2].lower()) if match else None
     if match is None or factor is None or math.isinf(float(match[1]) * factor):
-        raise LinkcppError(
-            f"{text!r} is not a size in bytes.", hint="Write it like 6GB, 512MiB or 1500000."
-        )
+        raise LinkcppError(f"{text!r} is not a size.", hint="Write it like 6GB or 512MiB.")
     return round(float(match[1]) * factor)

@@ -19,39 +19,59 @@ ASSUMED = "assumed"
 # A wired home network.
 ASSUMED_LINK = Link(rtt_ms=1.0, bytes_per_second=110e6)
 _MOST_ASSUMED = 1000
-_SPECIFICATION = re.compile(r"\s*(?:(\d{1,4})\s*[x*]\s*)?(\d[^@]*?)\s*(@\s*gpu)?\s*", re.IGNORECASE)
+_SPECIFICATION = re.compile(
+    r"\s*(?:(?P<count>\d{1,4})\s*[x*]\s*)?(?P<size>\d[^@]*?)\s*"
+    r"(?:@\s*(?P<kind>cpu|gpu)\s*(?::\s*(?P<rate>\d[^/]*)/s)?)?\s*",
+    re.IGNORECASE,
+)
 
 
 def assumed_nodes(
     cluster: Cluster, specification: str, *, batch: int = 0
 ) -> tuple[DiscoveredNode, ...]:
-    """Read ``3x24GB`` (CPU nodes) or ``24GB@gpu`` as nodes on a wired network.
+    """Read ``3x24GB`` (CPU nodes), ``24GB@gpu`` or ``24GB@gpu:936GB/s`` as wired nodes.
 
-    ``batch`` tells apart the nodes of several specifications.
+    The rate is that at which the device reads its memory. ``batch`` tells apart the nodes of
+    several specifications.
 
     Raises:
         LinkcppError: the text is not of that form.
     """
     match = _SPECIFICATION.fullmatch(specification)
-    count = int(match[1] or 1) if match else 0
-    if match is None or not 1 <= count <= _MOST_ASSUMED:
+    count = int(match["count"] or 1) if match else 0
+    size = parse_bytes(match["size"]) if match else 0
+    rate = parse_bytes(match["rate"]) if match and match["rate"] else None
+    if match is None or not 1 <= count <= _MOST_ASSUMED or size == 0 or rate == 0:
         raise LinkcppError(
             f"{specification!r} does not say which machines to assume.",
-            hint="Write it like 24GB, 3x24GB or 2x8GB@gpu.",
+            hint="Write it like 24GB, 3x24GB, 2x8GB@gpu or 24GB@gpu:936GB/s.",
         )
-    size = parse_bytes(match[2])
-    kind = "gpu" if match[3] else "cpu"
-    title = f"{ASSUMED} {match[2].strip()} {kind}"
+    kind = (match["kind"] or "cpu").lower()
+    title = f"{ASSUMED} {match['size'].strip()} {kind}"
     return tuple(
-        assumed_node(cluster, f"{title} {batch + 1}.{number}", size, is_gpu=bool(match[3]))
+        assumed_node(
+            cluster,
+            f"{title} {batch + 1}.{number}",
+            size,
+            is_gpu=kind == "gpu",
+            read_bytes_per_second=rate,
+        )
         for number in range(1, count + 1)
     )
 
 
 def assumed_node(
-    cluster: Cluster, name: str, offered_bytes: int, *, is_gpu: bool
+    cluster: Cluster,
+    name: str,
+    offered_bytes: int,
+    *,
+    is_gpu: bool,
+    read_bytes_per_second: float | None = None,
 ) -> DiscoveredNode:
-    """Make up a node with the coordinator's engine that offers ``offered_bytes``."""
+    """Make up a node with the coordinator's engine that offers ``offered_bytes``.
+
+    Without a rate it counts as a device that was not measured.
+    """
     device = NodeDevice(
         name="GPU0" if is_gpu else "CPU",
         description=ASSUMED,
@@ -59,7 +79,7 @@ def assumed_node(
         total_bytes=offered_bytes,
         free_bytes=offered_bytes,
         offered_bytes=offered_bytes,
-        read_bytes_per_second=None,
+        read_bytes_per_second=read_bytes_per_second,
     )
     record = NodeRecord(
         node_id=NodeId(name),

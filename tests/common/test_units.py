@@ -26,7 +26,14 @@ def test_sizes_are_written_with_three_digits_and_a_decimal_unit(size: int, text:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1500", 1500), ("6GB", 6 * 10**9), ("512 MiB", 512 * 2**20), ("1.5g", 1_500_000_000)],
+    [
+        ("1500B", 1500),
+        ("0", 0),
+        ("0.0", 0),
+        ("6GB", 6 * 10**9),
+        ("512 MiB", 512 * 2**20),
+        ("1.5g", 1_500_000_000),
+    ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert parse_bytes(text) == size
@@ -37,6 +44,14 @@ def test_what_is_not_a_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(LinkcppError, match="not a size") as caught:
         parse_bytes(text)
     assert caught.value.hint is not None
+
+
+@pytest.mark.parametrize("text", ["24", " 1500000 ", "1.5"])
+def test_a_size_without_a_unit_is_refused_with_the_same_number_and_one(text: str) -> None:
+    with pytest.raises(LinkcppError, match="has no unit") as caught:
+        parse_bytes(text)
+    assert caught.value.hint is not None
+    assert f"{text.strip()}GB" in caught.value.hint
 
 
 @given(st.integers(min_value=0, max_value=10**15))

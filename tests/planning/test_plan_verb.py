@@ -150,8 +150,27 @@ def test_machines_that_are_not_there_can_be_assumed(saved_nodes: Path) -> None:
     written = run(*arguments, "-o", str(saved_nodes.with_name("p.json")))
     assert "linkcpp launch" not in written.stdout
     assert "plan again when they are there" in written.stdout
-    wrong = run("--model", "122B", "--nodes", str(saved_nodes), "--assume", "many")
+
+
+@pytest.mark.parametrize(
+    "machines", ["many", "2x24", "24", "0GB", "24GB@tpu", "24GB@gpu:936", "24GB@gpu:0GB/s"]
+)
+def test_machines_to_assume_have_sizes_with_units(saved_nodes: Path, machines: str) -> None:
+    wrong = run("--model", "122B", "--nodes", str(saved_nodes), "--assume", machines)
     assert isinstance(wrong.exception, LinkcppError)
+    assert wrong.exception.hint is not None
+
+
+def test_an_assumed_device_is_as_fast_as_it_is_said_to_be(saved_nodes: Path) -> None:
+    def token_ms(machines: str) -> float:
+        words = ("--model", "122B", "--nodes", str(saved_nodes), "--assume", machines, "--json")
+        plan = Plan.model_validate(json.loads(run(*words).stdout))
+        unmeasured = any("was not measured" in note for note in plan.expectation.assumptions)
+        assert unmeasured == ("/s" not in machines)
+        return plan.expectation.compute_ms
+
+    slow, fast = (token_ms(f"96GB@gpu:{rate}GB/s") for rate in (200, 900))
+    assert token_ms("96GB@gpu") > slow > fast
 
 
 def test_the_coordinator_uses_no_more_than_it_may(saved_nodes: Path) -> None:
