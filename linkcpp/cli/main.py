@@ -22,8 +22,8 @@ from typer.core import TyperGroup
 
 from linkcpp import __version__
 from linkcpp.common.errors import EXIT_ERROR, EXIT_NOT_NOW, LinkcppError, is_passing
-from linkcpp.common.files import write_atomically
-from linkcpp.common.paths import state_folder
+from linkcpp.common.files import keep_to_owner, write_atomically
+from linkcpp.common.paths import own_folders, state_folder
 from linkcpp.common.text import did_you_mean, printable
 
 _LONGEST_LINE = 4096
@@ -169,6 +169,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
+        keep_to_owner(own_folders())
         # An exit code where a verb ended by one, else nothing.
         code = app(prog_name="linkcpp", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

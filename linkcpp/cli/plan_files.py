@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.files import write_atomically
+from linkcpp.common.files import users_mode, write_atomically
 from linkcpp.model.header import MAGIC
 from linkcpp.planning.documents import MOST_PLAN_BYTES, parse_plan, plan_text
 from linkcpp.planning.records import Plan
@@ -17,7 +17,7 @@ def save_plan(plan: Plan, path: Path) -> None:
         LinkcppError: it cannot be written.
     """
     _require_folder(path, "the plan", "--output")
-    write_atomically(path, plan_text(plan))
+    write_atomically(path, plan_text(plan), mode=users_mode())
 
 
 def save_counts(counts: RoutingCounts, path: Path) -> None:
@@ -27,7 +27,7 @@ def save_counts(counts: RoutingCounts, path: Path) -> None:
         LinkcppError: they cannot be written.
     """
     _require_folder(path, "the routing counts", "--routing-counts")
-    write_atomically(path, counts.model_dump_json(indent=1) + "\n")
+    write_atomically(path, counts.model_dump_json(indent=1) + "\n", mode=users_mode())
 
 
 def _require_folder(path: Path, what: str, option: str) -> None:

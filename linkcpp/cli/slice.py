@@ -11,6 +11,7 @@ from rich.text import Text
 from linkcpp.cli.output import byte_bar, console, print_json, status_console, working
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import users_mode
 from linkcpp.common.units import format_bytes
 from linkcpp.model.parts import ModelFiles
 from linkcpp.model.slices.hashing import Progress as OnProgress
@@ -99,6 +100,9 @@ def slice_model(
             written = _write_backbone(files, output, force=force)
         else:
             written = [_write_slice(files, requests, output, force=force)]
+    for file in written:
+        file.path.chmod(users_mode())
+        file.manifest.chmod(users_mode())
     if as_json:
         print_json({"files": written})
     else:

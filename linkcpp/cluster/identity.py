@@ -27,7 +27,7 @@ def load_identity(name: str | None = None) -> Identity:
         LinkcppError: the file holds no id, or it cannot be read or written.
     """
     path = state_folder() / _FILE_NAME
-    write_once(path, f"{uuid.uuid4()}\n", mode=0o644)
+    write_once(path, f"{uuid.uuid4()}\n")
     try:
         with path.open(encoding="ascii", errors="replace") as file:
             node_id = str(uuid.UUID(file.read(64).strip()))

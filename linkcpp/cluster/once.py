@@ -5,10 +5,10 @@ import os
 import secrets
 from pathlib import Path
 
-from linkcpp.common.files import write_atomically
+from linkcpp.common.files import OWNERS_MODE, write_atomically
 
 
-def write_once(path: Path, content: str, *, mode: int) -> bool:
+def write_once(path: Path, content: str, *, mode: int = OWNERS_MODE) -> bool:
     """Write ``path`` unless it exists; tell whether this call wrote it.
 
     Of several processes that try at the same time exactly one wins, and the file is whole from the

@@ -1,14 +1,48 @@
-"""Files that are whole or absent, whatever happens while they are written."""
+"""Files that are whole or absent, whatever happens while they are written, and who may read them.
+
+What linkcpp keeps is its owner's alone; a file that a person named is as the person's umask says.
+"""
 
 import contextlib
 import os
+import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
 from linkcpp.common.errors import error_of_system
 
+OWNERS_MODE: Final = 0o600
 
-def write_atomically(path: Path, content: bytes | str, *, mode: int = 0o644) -> None:
+_OTHERS: Final = 0o077
+# Of the person who started the program; nothing where it does not keep to its owner.
+_users_umask: Final[list[int]] = []
+
+
+def keep_to_owner(folders: Iterable[Path]) -> None:
+    """Let nobody else read what this program and those that it starts write from now on.
+
+    ``folders`` are closed where an earlier version left them open. For the beginning of a program.
+    """
+    _users_umask[:] = [os.umask(_OTHERS)]
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            mode = stat.S_IMODE(folder.stat().st_mode)
+            if mode & _OTHERS:
+                folder.chmod(mode & ~_OTHERS)
+
+
+def users_mode() -> int:
+    """Return the mode of a file that a person named: what their umask leaves."""
+    if not _users_umask:
+        now = os.umask(_OTHERS)
+        os.umask(now)
+        return 0o666 & ~now
+    return 0o666 & ~_users_umask[0]
+
+
+def write_atomically(path: Path, content: bytes | str, *, mode: int = OWNERS_MODE) -> None:
     """Replace ``path`` by ``content``: readers see the old file or the new one, never a part.
 
     The file is synced before it takes the name, and has ``mode`` from its first byte on.

@@ -61,3 +61,11 @@ def cache_folder() -> Path:
 def data_folder() -> Path:
     """Where installed engines live."""
     return _folder("XDG_DATA_HOME", ".local/share", "data")
+
+
+def own_folders() -> tuple[Path, ...]:
+    """All of these; none where the user has no home folder."""
+    try:
+        return config_folder(), state_folder(), cache_folder(), data_folder()
+    except LinkcppError:
+        return ()

@@ -8,6 +8,7 @@ from io import FileIO
 from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import OWNERS_MODE
 from linkcpp.common.units import format_bytes
 from linkcpp.node.limits import RefusedError
 from linkcpp.node.slice_files import Piece
@@ -112,7 +113,7 @@ class Receiver:
             raise LinkcppError(f"The node cannot write the slice: {error.strerror}.") from error
 
     def _open(self) -> FileIO:
-        return FileIO(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
+        return FileIO(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNERS_MODE), "r+")
 
 
 def _parts(file: FileIO, size_bytes: int) -> Iterator[bytes]:

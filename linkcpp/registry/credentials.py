@@ -94,7 +94,7 @@ def pin_peer(hub_id: str, node_id: str, edge_key: str) -> None:
         LinkcppError: the machine had another key before, or the key cannot be kept.
     """
     path = _folder() / hub_id / "peers" / node_id
-    write_once(path, edge_key + "\n", mode=0o644)
+    write_once(path, edge_key + "\n")
     try:
         pinned = path.read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:

@@ -73,3 +73,29 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_sentence(tmp_path: Path) ->
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(LinkcppError, match="Cannot write"):
         write_atomically(tmp_path / "file" / "below", "text")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o000])
+def test_what_a_program_writes_is_its_owners_but_a_file_that_was_named_is_as_the_umask_says(
+    umask: int, tmp_path: Path
+) -> None:
+    old = tmp_path / "state"
+    old.mkdir()
+    old.chmod(0o755)
+    code = (
+        "import os, sys; from pathlib import Path; from linkcpp.common.files import *\n"
+        "home = Path(sys.argv[1]); os.umask(int(sys.argv[2]))\n"
+        "keep_to_owner([home / 'state', home / 'not-there'])\n"
+        "write_atomically(home / 'cache' / 'kept', 'x')\n"
+        "(home / 'log').open('wb').close()\n"
+        "write_atomically(home / 'named', 'x', mode=users_mode())\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), str(umask)], check=True)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert modes == {
+        "state": 0o700,
+        "cache": 0o700,
+        "kept": 0o600,
+        "log": 0o600,
+        "named": 0o666 & ~umask,
+    }

@@ -159,6 +159,16 @@ class Swarm:
     def url(self, name: str) -> str:
         return str(self.status(name)["state"]["api_url"])
 
+    def open_to_others(self) -> list[Path]:
+        """What of the machines' folders another user of the system could get at."""
+        homes = [self.home, *(self.folder / name for name in self.agents)]
+        return [
+            path
+            for home in homes
+            for path in home.rglob("*")
+            if not path.is_symlink() and path.stat().st_mode & 0o077
+        ]
+
     def processes(self) -> list[psutil.Process]:
         """Everything that runs for this swarm, except the agents themselves."""
         agents = {agent.process.pid for agent in self.agents.values()}

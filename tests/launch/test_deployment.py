@@ -1,6 +1,7 @@
 """A deployment over three nodes through its whole life, on real programs and a real model."""
 
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from linkcpp.common.errors import EXIT_NOT_NOW
+from linkcpp.common.files import users_mode
 from tests.launch.swarm import Swarm, one_process, tokens, wait_until
 from tests.support.engines import prebuilt_engine
 from tests.support.models import in_hub_cache, llama_parts, smollm2_path
@@ -39,6 +41,13 @@ def reference(swarm: Swarm) -> list[Any]:
 
 def test_three_nodes_answer_exactly_as_one_process(url: str, reference: list[Any]) -> None:
     assert tokens(url) == reference
+
+
+def test_no_other_user_can_read_what_a_deployment_keeps(swarm: Swarm, url: str, plan: Path) -> None:
+    assert url
+    assert swarm.open_to_others() == []
+    # A file that a person named is as readable as the person's umask lets it be.
+    assert stat.S_IMODE(plan.stat().st_mode) == users_mode()
 
 
 def test_the_openai_api_answers(url: str) -> None:

@@ -1,7 +1,9 @@
 """``linkcpp slice`` as a user types it."""
 
 import json
+import os
 import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,13 @@ def test_the_verb_is_on_the_command_line() -> None:
     assert result.exit_code == 0, result.output
     assert "--backbone" in re.sub(r"\x1b\[[0-9;]*m", "", result.output)
     assert command.name == "linkcpp"
+
+
+def test_a_slice_can_be_read_by_whom_the_umask_lets(output: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        run(qwen3moe(), "--layers", "0", "-o", output)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in output.parent.iterdir()}
+    assert set(modes.values()) == {0o640}, modes

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import OWNERS_MODE
 from linkcpp.common.units import format_bytes
 from linkcpp.model.slices.hashing import Progress
 from linkcpp.model.slices.journal import Journal
@@ -104,7 +105,7 @@ class _Syncer:
 @contextlib.contextmanager
 def _opened(path: Path, size_bytes: int) -> Iterator[int]:
     try:
-        target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNERS_MODE)
     except OSError as error:
         refuse_write(path, error)
     try:
