@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from linkcpp.cli.log_format import LogFormatOption
-from linkcpp.cli.output import console, print_json, status_console, task_name
+from linkcpp.cli.output import chat_sentence, console, print_json, status_console, task_name
 from linkcpp.cli.plan_files import load_plan
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.addresses import own_addresses
@@ -239,6 +239,9 @@ def _show_result(state: DeploymentState, host: str) -> None:
     if state.api_key_file:
         out.print(f"  Every request needs the API key in {state.api_key_file}", soft_wrap=True)
     out.print(f"  {command}", soft_wrap=True)
+    if state.chat_url:
+        chat = chat_sentence(state.chat_url, needs_key=bool(state.api_key_file))
+        out.print(f"  {chat}", soft_wrap=True)
     for word in ("status", "logs", "stop"):
         out.print(f"  linkcpp {word} {state.name}", soft_wrap=True)
 

@@ -100,6 +100,12 @@ def without_ids(text: str) -> str:
     return _ID_IN_BRACKETS.sub("", text)
 
 
+def chat_sentence(url: str, *, needs_key: bool) -> str:
+    """Say where llama-server's chat page is."""
+    key = "; enter the API key in its settings" if needs_key else ""
+    return f"chat: open {url} in a browser{key}"
+
+
 def window_text(first_layer: int, layer_count: int, *, holds_output: bool) -> str:
     """Name a window of layers: ``0-4``, ``7``, ``22-29 + output``, ``output``."""
     last = first_layer + layer_count - 1

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from linkcpp.cli.output import console, print_json, window_text, without_ids
+from linkcpp.cli.output import chat_sentence, console, print_json, window_text, without_ids
 from linkcpp.cli.plan_files import save_counts
 from linkcpp.cli.status_experts import experts_view
 from linkcpp.cli.tables import WholeTable
@@ -162,7 +162,11 @@ def _report_view(report: DeploymentReport) -> list[RenderableType]:
     ways = [
         f"  {stage.node_name} by {without_ids(stage.way)}" for stage in state.stages if stage.way
     ]
-    return [head, *_explanation(report), _facts(state), _stage_table(state), *ways, *experts]
+    facts = [*_explanation(report), _facts(state)]
+    if state.chat_url:
+        sentence = chat_sentence(state.chat_url, needs_key=bool(state.api_key_file))
+        facts.append(f"  {sentence}")
+    return [head, *facts, _stage_table(state), *ways, *experts]
 
 
 def _explanation(report: DeploymentReport) -> list[RenderableType]:

@@ -22,6 +22,7 @@ from linkcpp.common.sockets import tune_transport
 
 HEAD_DEADLINE_SECONDS = 10.0
 MAX_HEAD_BYTES = 16 * 1024
+IDLE_SECONDS = 15
 MAX_CONNECTIONS = 512
 
 
@@ -128,21 +129,24 @@ def make_server(
     app: ASGIApp,
     *,
     http: type[H11Protocol] = BoundedHttpProtocol,
-    max_message_bytes: int,
-    ping_interval_seconds: float,
-    ping_timeout_seconds: float,
+    max_head_bytes: int = MAX_HEAD_BYTES,
+    idle_seconds: int = IDLE_SECONDS,
+    max_message_bytes: int = 0,
+    ping_interval_seconds: float = 30.0,
+    ping_timeout_seconds: float = 30.0,
 ) -> BoundedServer:
     """Configure the server; ``serve(sockets=…)`` runs it until ``should_exit``.
 
-    The last three are for the application's WebSockets. ``http`` may be a class that takes some
-    requests for itself.
+    ``http`` may be a class that takes some requests for itself. A connection without a request is
+    closed after ``idle_seconds``. The last three are for the application's WebSockets, of which it
+    has none where ``max_message_bytes`` is 0.
     """
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     config = uvicorn.Config(
         app,
         loop="asyncio",
         http=http,
-        ws="websockets-sansio",
+        ws="websockets-sansio" if max_message_bytes else "none",
         ws_max_size=max_message_bytes,
         ws_ping_interval=ping_interval_seconds,
         ws_ping_timeout=ping_timeout_seconds,
@@ -153,8 +157,8 @@ def make_server(
         # A forged X-Forwarded-For would otherwise change whom a local caller seems to be.
         proxy_headers=False,
         server_header=False,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        timeout_keep_alive=15,
+        h11_max_incomplete_event_size=max_head_bytes,
+        timeout_keep_alive=idle_seconds,
         timeout_graceful_shutdown=3,
     )
     return BoundedServer(config)

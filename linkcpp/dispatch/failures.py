@@ -29,7 +29,7 @@ class MissingExperts(NamedTuple):
 
 
 class FailureCounter:
-    """The counter in a file.
+    """The counter in a file, which goes on over restarts of its one writer.
 
     Raises:
         LinkcppError: the file is not there, or is none of a counter.
@@ -37,7 +37,7 @@ class FailureCounter:
 
     def __init__(self, path: Path, *, is_writer: bool = False) -> None:
         try:
-            if is_writer:
+            if is_writer and not (path.is_file() and path.stat().st_size == _COUNT.size):
                 write_atomically(path, _COUNT.pack(0), mode=0o600)
             with path.open("r+b" if is_writer else "rb") as file:
                 access = mmap.ACCESS_WRITE if is_writer else mmap.ACCESS_READ

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from linkcpp.front.gate import Passage
+from linkcpp.front.keys import KEY_HEADERS
 from linkcpp.front.refusals import Refusal
 from linkcpp.front.upstream import STALL_SECONDS, Headers, Upstream
 
@@ -30,32 +31,52 @@ _OWN_HEADERS = frozenset(
     }
 )
 _EVENT_END = b"\n\n"
+_STOPPED = Refusal(503, "The deployment was stopped.")
 
 
 class Exchange:
-    """One request; ``run`` returns when its answer was sent, or the client or all hope is gone."""
+    """One request; ``run`` returns when its answer was sent, or the client or all hope is gone.
 
-    def __init__(self, upstream: Upstream, scope: Scope, receive: Receive, send: Send) -> None:
+    ``with_key``: the caller may have what llama-server gives only to those who show its key.
+    ``stopping`` ends it with an error.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        with_key: bool,
+        stopping: asyncio.Event,
+    ) -> None:
         self._upstream = upstream
+        self._with_key = with_key
+        self._stopping = stopping
         self._scope = scope
         self._receive = receive
         self._send = send
         self._body_was_read = asyncio.Event()
         self._has_begun = False
         self._is_events = False
-        self._last_bytes = b""
+        self._names_events = False
         self._passage: Passage | None = None
         self.has_failed = False
 
     async def run(self, passage: Passage | None = None) -> None:
         """Carry the request there and the answer back. A failure stops it; see ``has_failed``."""
         self._passage = passage
-        tasks = {asyncio.create_task(self._client_gone())}
+        tasks = {
+            asyncio.create_task(self._client_gone()),
+            asyncio.create_task(_true(self._stopping.wait())),
+        }
         if passage is not None:
             tasks.add(asyncio.create_task(_true(passage.failure_seen.wait())))
         carrying = asyncio.create_task(self._carry())
         try:
             await asyncio.wait({carrying, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            is_carried = carrying.done()
         finally:
             for task in (carrying, *tasks):
                 task.cancel()
@@ -63,6 +84,8 @@ class Exchange:
         self.has_failed |= passage is not None and passage.failure_seen.is_set()
         if isinstance(results[0], Exception) and not self.has_failed:
             raise results[0]
+        if self._stopping.is_set() and not (is_carried or self.has_failed):
+            await self.refuse(_STOPPED)
 
     async def refuse(self, refusal: Refusal) -> None:
         """Answer with an error: by its status, or as an event where the answer has begun."""
@@ -72,22 +95,29 @@ class Exchange:
             answer = JSONResponse(refusal.body(), refusal.status, headers)
             await answer(self._scope, self._receive, self._send)
         elif self._is_events:
-            gap = b"" if self._last_bytes.endswith(_EVENT_END) or not self._last_bytes else b"\n\n"
-            data = f"data: {json.dumps(refusal.body())}\n\n".encode()
-            await self._put(gap + data)
+            named = {"type": "error"} if self._names_events else {}
+            data = f"data: {json.dumps({**named, **refusal.body()})}".encode()
+            await self._put((b"event: error\n" if named else b"") + data + _EVENT_END)
             await self._put(b"", more=False)
         # Of any other answer that has begun the end is left out, which tells the client enough.
 
     async def _carry(self) -> None:
         try:
             answer = await self._upstream.send(
-                self._scope["method"], self._target(), self._headers(), self._body()
+                self._scope["method"],
+                self._target(),
+                self._headers(),
+                self._body(),
+                with_key=self._with_key,
             )
         except httpx.InvalidURL:
-            await self.refuse(Refusal(400, "The request's target is no path of this server."))
+            await self.refuse(Refusal(400, "The request's target is not a path of this server."))
+            return
+        except httpx.ConnectError:
+            await self.refuse(Refusal(503, "The model is not served right now: it is loading."))
             return
         except httpx.HTTPError as error:
-            await self.refuse(Refusal(502, f"llama-server does not answer: {_reason(error)}."))
+            await self.refuse(Refusal(502, f"The model stopped answering: {_reason(error)}."))
             return
         try:
             await self._return(answer)
@@ -107,13 +137,14 @@ class Exchange:
             {"type": "http.response.start", "status": answer.status_code, "headers": headers}
         )
         try:
-            async for data in answer.aiter_raw():
+            async for data in _whole_events(answer) if self._is_events else answer.aiter_raw():
+                self._names_events |= self._is_events and data.startswith(b"event:")
                 if self._stop_if_failed():
                     return
                 await self._put(data)
         except httpx.HTTPError as error:
             if self._is_events:
-                await self.refuse(Refusal(502, f"llama-server broke off: {_reason(error)}."))
+                await self.refuse(Refusal(502, f"The answer broke off: {_reason(error)}."))
             return
         if not self._stop_if_failed():
             await self._put(b"", more=False)
@@ -125,7 +156,6 @@ class Exchange:
     async def _put(self, data: bytes, *, more: bool = True) -> None:
         async with asyncio.timeout(STALL_SECONDS):
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        self._last_bytes = (self._last_bytes + data)[-2:]
 
     def _target(self) -> bytes:
         target: bytes = self._scope["raw_path"] or b"/"
@@ -134,7 +164,7 @@ class Exchange:
 
     def _headers(self) -> Headers:
         headers: Headers = [(k.lower(), v) for k, v in self._scope["headers"]]
-        dropped = _OWN_HEADERS
+        dropped = _OWN_HEADERS | KEY_HEADERS
         if any(name == b"transfer-encoding" for name, _ in headers):
             dropped |= {b"content-length"}  # which then says nothing (RFC 9112, section 6.3)
         return [(name, value) for name, value in headers if name not in dropped]
@@ -164,6 +194,17 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         return True
+
+
+async def _whole_events(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield an answer in pieces that end with an event, so that an error may follow each."""
+    rest = b""
+    async for data in answer.aiter_raw():
+        events, end, rest = (rest + data).rpartition(_EVENT_END)
+        if end:
+            yield events + end
+    if rest:
+        yield rest
 
 
 async def _true(waiting: Coroutine[Any, Any, Any]) -> bool:

@@ -106,10 +106,9 @@ class Gate:
 class Cleaner:
     """Erases llama-server's slots: what they keep of prompts would be used again."""
 
-    def __init__(self, upstream: Upstream, slot_count: int, api_key: str | None) -> None:
+    def __init__(self, upstream: Upstream, slot_count: int) -> None:
         self._upstream = upstream
         self._slot_count = slot_count
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def clean(self) -> None:
         """Erase every slot; llama-server does so between two batches, once a slot is idle.
@@ -128,7 +127,7 @@ class Cleaner:
         """Ask once; ``None`` where llama-server is still loading, when there is nothing to lose."""
         target = f"/slots/{slot}?action=erase"
         try:
-            answer = await self._upstream.post(target, self._headers, timeout_seconds=CLEAN_SECONDS)
+            answer = await self._upstream.post(target, timeout_seconds=CLEAN_SECONDS)
         except httpx.ConnectError:
             return None
         except httpx.HTTPError as error:

@@ -1,20 +1,21 @@
-"""What listens for the API in mode ``experts``: passes everything on to llama-server and back.
+"""What listens for the API of a deployment: passes everything on to llama-server and back.
 
 ``python -m linkcpp.front CONFIG.json`` is a process of its own, so that neither a
-slow client nor a burst of tokens delays the tunnels to the workers in the supervisor.
+slow client nor a burst of tokens delays the tunnels to the nodes in the supervisor. It lives as
+long as the deployment: llama-server behind it may end and be started again.
 
-Where a row could not be computed, llama-server has already taken it for a real one and goes on. The
-front knows better: the answer of every request under way becomes an error, and before the next one
-begins llama-server forgets what it keeps of the prompts (``gate``).
+In mode ``experts``, where a row could not be computed, llama-server has already taken it for a real
+one and goes on. The front knows better: the answer of every request under way becomes an error, and
+before the next one begins llama-server forgets what it keeps of the prompts (``gate``).
 """
 
 import asyncio
-import hmac
 import re
+import signal
 from pathlib import Path
+from typing import Any
 
 import httpx
-import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -22,13 +23,13 @@ from linkcpp.common.metrics import metrics_response
 from linkcpp.common.programs import Announce, run_program
 from linkcpp.common.records import Record
 from linkcpp.common.request_log import RequestLog
-from linkcpp.common.serving import BoundedHttpProtocol
+from linkcpp.common.serving import make_server
 from linkcpp.common.sockets import listen
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.dispatch.metrics import dispatch_metrics
 from linkcpp.front.exchange import Exchange
 from linkcpp.front.gate import Cleaner, Gate, GateShutError
-from linkcpp.front.keys import read_api_key
+from linkcpp.front.keys import read_api_keys, shows_key
 from linkcpp.front.refusals import Refusal, Refusals
 from linkcpp.front.upstream import Upstream
 
@@ -42,50 +43,66 @@ _WITHOUT_COMPUTING = frozenset(
 )
 # Saving and restoring caches would bring back what the front had erased.
 _SLOT_ACTION = re.compile(r"/slots/[^/]*/?")
-_MOST_REQUESTS = 1024
-_MOST_HEAD_BYTES = 64 * 2**10
+_MAX_HEAD_BYTES = 64 * 2**10
 _IDLE_SECONDS = 75
 
 
 class FrontConfig(Record):
-    """What the front is told. Ports are those of llama-server and of the dispatch control."""
+    """What the front is told.
+
+    ``engine_port`` and ``engine_key`` are llama-server's. Of the dispatch process there are
+    ``failure_counter`` and ``control_file``; without one nothing is counted, and there is no such
+    file.
+    """
 
     host: str
     port: int
     engine_port: int
+    engine_key: str
     slot_count: int
     api_key_file: Path | None
     failure_counter: Path
-    control_port: int
-    control_token: str
+    control_file: Path
 
 
 class Front:
-    """The ASGI application."""
+    """The ASGI application; without ``keys`` everybody is let in. ``stopping`` ends all answers."""
 
-    def __init__(self, upstream: Upstream, gate: Gate, refusals: Refusals, key: str | None) -> None:
+    def __init__(
+        self, upstream: Upstream, gate: Gate, refusals: Refusals, keys: tuple[str, ...]
+    ) -> None:
         self._upstream = upstream
         self._gate = gate
         self._refusals = refusals
-        self._key = key
+        self._keys = keys
+        self.stopping = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             return
         path = scope["path"]
-        if path == EXPERTS_METRICS_PATH:
+        is_let_in = not self._keys or shows_key(scope["headers"], self._keys)
+        is_computing = scope["method"] == "POST" and path not in _WITHOUT_COMPUTING
+        if not is_let_in and (is_computing or path == EXPERTS_METRICS_PATH):
+            await self._refuse(Refusal(401, "Invalid API Key"), scope, receive, send)
+        elif path == EXPERTS_METRICS_PATH:
             await self._tell_metrics(scope, receive, send)
-        elif scope["method"] != "POST" or path in _WITHOUT_COMPUTING:
-            await Exchange(self._upstream, scope, receive, send).run()
+        elif not is_computing:
+            await self._exchange(scope, receive, send, with_key=is_let_in).run()
         elif _SLOT_ACTION.fullmatch(path):
             refusal = Refusal(501, "Saving, restoring and erasing slots is switched off.")
             await self._refuse(refusal, scope, receive, send)
         else:
             await self._compute(scope, receive, send)
 
+    def _exchange(self, scope: Scope, receive: Receive, send: Send, *, with_key: bool) -> Exchange:
+        return Exchange(
+            self._upstream, scope, receive, send, with_key=with_key, stopping=self.stopping
+        )
+
     async def _compute(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(self._upstream, scope, receive, send)
+        exchange = self._exchange(scope, receive, send, with_key=True)
         try:
             async with self._gate.passage() as passage:
                 await exchange.run(passage)
@@ -98,13 +115,9 @@ class Front:
 
     async def _tell_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a scrape of what the virtual device and its workers did."""
-        shown = dict(scope["headers"]).get(b"authorization", b"")
-        if self._key and not hmac.compare_digest(shown, f"Bearer {self._key}".encode()):
-            await self._refuse(Refusal(401, "Metrics need the API key."), scope, receive, send)
-            return
         status = await self._refusals.status()
         if status is None:
-            refusal = Refusal(502, "The dispatch process does not answer.")
+            refusal = Refusal(502, "No dispatch process answers: only mode experts has one.")
             await self._refuse(refusal, scope, receive, send)
             return
         await metrics_response(dispatch_metrics(status))(scope, receive, send)
@@ -127,38 +140,37 @@ async def run_front(config: FrontConfig, announce: Announce) -> None:
     Raises:
         LinkcppError: the port cannot be had, or llama-server does not forget what is wrong.
     """
-    key = read_api_key(config.api_key_file) if config.api_key_file else None
-    upstream = Upstream(config.engine_port)
-    cleaner = Cleaner(upstream, config.slot_count, key)
+    keys = read_api_keys(config.api_key_file) if config.api_key_file else ()
+    upstream = Upstream(config.engine_port, config.engine_key)
+    cleaner = Cleaner(upstream, config.slot_count)
     gate = Gate(FailureCounter(config.failure_counter), cleaner.clean)
-    refusals = Refusals(config.control_port, config.control_token)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            RequestLog(Front(upstream, gate, refusals, key), _is_routine),
-            http=BoundedHttpProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            proxy_headers=False,
-            limit_concurrency=_MOST_REQUESTS,
-            timeout_keep_alive=_IDLE_SECONDS,
-            timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
-        )
+    front = Front(upstream, gate, Refusals(config.control_file), keys)
+    server = make_server(
+        RequestLog(front, _is_routine),
+        max_head_bytes=_MAX_HEAD_BYTES,
+        idle_seconds=_IDLE_SECONDS,
     )
     sockets = listen(config.host, config.port)
     announce(f"front ready on port {config.port}")
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, front.stopping.set)
     serving = asyncio.create_task(server.serve(sockets=sockets))
     watching = asyncio.create_task(gate.watch())
-    await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
-    await serving
-    await upstream.aclose()
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    stopping = asyncio.create_task(front.stopping.wait())
+    try:
+        ends: set[asyncio.Task[Any]] = {serving, watching, stopping}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+        front.stopping.set()
+        server.should_exit = True
+        await serving
+        await upstream.aclose()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
     if not watching.cancelled() and (failure := watching.exception()) is not None:
         raise failure
 

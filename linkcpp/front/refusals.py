@@ -1,11 +1,14 @@
 """Errors of the front in the form that llama-server and the OpenAI API give them."""
 
+import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 from pydantic import ValidationError
 
+from linkcpp.dispatch.access import ControlAccess
 from linkcpp.dispatch.control import DispatchStatus
 from linkcpp.engine.rpc_server import LOOPBACK
 from linkcpp.model.slices.segments import merge_ranges, write_ranges
@@ -14,6 +17,7 @@ _ASK_SECONDS = 2.0
 _NAMED_LAYERS = 4
 _TYPES = {
     400: "invalid_request_error",
+    401: "authentication_error",
     501: "not_supported_error",
     502: "server_error",
     503: "unavailable_error",
@@ -61,11 +65,13 @@ def refusal_of(status: DispatchStatus) -> Refusal:
 
 
 class Refusals:
-    """Asks the dispatch process why a request has failed."""
+    """Asks the dispatch process why a request has failed.
 
-    def __init__(self, control_port: int, token: str) -> None:
-        self._url = f"http://{LOOPBACK}:{control_port}/status"
-        self._headers = {"Authorization": f"Bearer {token}"}
+    ``control_file`` says where it is; there is none while none runs.
+    """
+
+    def __init__(self, control_file: Path) -> None:
+        self._control_file = control_file
 
     async def describe(self) -> Refusal:
         """Return the error for a request whose experts were missing."""
@@ -75,11 +81,14 @@ class Refusals:
         return refusal_of(status)
 
     async def status(self) -> DispatchStatus | None:
-        """Return how the dispatch process stands; ``None`` where it does not answer."""
+        """Return how the dispatch process stands; ``None`` where none answers."""
         try:
+            text = await asyncio.to_thread(self._control_file.read_bytes)
+            access = ControlAccess.model_validate_json(text)
+            url = f"http://{LOOPBACK}:{access.port}/status"
             async with httpx.AsyncClient(timeout=_ASK_SECONDS, trust_env=False) as client:
-                answer = await client.get(self._url, headers=self._headers)
+                answer = await client.get(url, headers={"Authorization": f"Bearer {access.token}"})
                 answer.raise_for_status()
                 return DispatchStatus.model_validate_json(answer.content)
-        except (httpx.HTTPError, ValidationError):
+        except (OSError, httpx.HTTPError, ValidationError):
             return None

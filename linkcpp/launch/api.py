@@ -38,6 +38,15 @@ class ApiClient(AsyncClosing):
         except httpx.HTTPError:
             return False
 
+    async def has_chat_page(self) -> bool:
+        """Whether a browser finds a page at the root; not every build of llama-server has one."""
+        try:
+            answer = await self._http.get("/", headers={"Accept-Encoding": "gzip"})
+        except httpx.HTTPError:
+            return False
+        kind = answer.headers.get("content-type", "")
+        return answer.status_code == httpx.codes.OK and kind.startswith("text/html")
+
     async def complete(self) -> str:
         """Ask for a few tokens through the OpenAI API; returns the text.
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from linkcpp.launch.decisions import (
 )
 from linkcpp.launch.enginelog import Buffer, Milestone, Speed, read_line
 from linkcpp.launch.events import (
+    ChatPageSeen,
     EngineStarted,
     EngineStopped,
     Logged,
@@ -33,6 +34,7 @@ from linkcpp.launch.events import (
 from linkcpp.launch.failing import BrokenError, NeverError, StepRefusedError
 from linkcpp.launch.finding import FoundNode, find_nodes
 from linkcpp.launch.journal import Journal
+from linkcpp.launch.programs import watch_program
 from linkcpp.launch.records import Phase
 from linkcpp.launch.resources import Resources
 from linkcpp.launch.surroundings import Surroundings
@@ -237,13 +239,18 @@ class Attempt:
     async def _start_engine(self, observed: Observed) -> Observed:
         self._journal.emit(PhaseEntered(Phase.LOADING))
         endpoints = {index: tunnel.endpoint for index, tunnel in self._resources.tunnels.items()}
+        await self._run_engine(server_arguments(self._plan, endpoints))
+        return replace(observed, engine_runs=True)
+
+    async def _run_engine(self, placement: Sequence[str], model_path: str | None = None) -> None:
+        """Start llama-server, and the front before it where that does not run yet."""
         server = await self._surroundings.start_llama_server(
-            server_arguments(self._plan, endpoints), self._note_line
+            placement, self._note_line, model_path=model_path
         )
         self._resources.llama_server = server
         self._journal.emit(EngineStarted(server.identity))
         self._watch(watch_engine(server))
-        return replace(observed, engine_runs=True)
+        self._watch(watch_program(await self._surroundings.front.ensure()))
 
     def _note_line(self, line: str) -> None:
         fact = read_line(line)
@@ -253,7 +260,7 @@ class Attempt:
             self._journal.emit(PhaseEntered(Phase.WARMING_UP))
 
     async def _await_engine(self, observed: Observed) -> Observed:
-        async with self._api() as api:
+        async with self._surroundings.front.engine_client() as api:
             # Another process's readiness cannot be awaited, only asked for.
             while not await api.is_healthy():  # noqa: ASYNC110
                 await asyncio.sleep(HEALTH_POLL_SECONDS)
@@ -282,6 +289,8 @@ class Attempt:
     async def _ask(self, observed: Observed) -> Observed:
         async with self._api() as api:
             await api.complete()
+            if await api.has_chat_page():
+                self._journal.emit(ChatPageSeen())
         return replace(observed, has_answered=True)
 
     def _api(self) -> ApiClient:

@@ -97,6 +97,11 @@ class EngineStopped:
 
 
 @dataclass(frozen=True)
+class ChatPageSeen:
+    """This build of llama-server serves a chat page at the API's root."""
+
+
+@dataclass(frozen=True)
 class Restarted:
     """The deployment is being started again after a failure."""
 
@@ -119,6 +124,7 @@ Event = (
     | SupervisorStarted
     | EngineStarted
     | EngineStopped
+    | ChatPageSeen
     | Restarted
     | Logged
     | ExpertsEvent
@@ -190,6 +196,8 @@ def _changes(state: DeploymentState, event: Event, now: float) -> dict[str, Any]
             return {"llama_server": process, "has_loaded": True}
         case EngineStopped():
             return {"llama_server": None}
+        case ChatPageSeen():
+            return {"chat_url": f"{state.api_url}/"}
         case Restarted():
             return {"restart_count": state.restart_count + 1}
         case Logged(fact):

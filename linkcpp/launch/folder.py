@@ -41,6 +41,7 @@ class DeploymentFolder:
         self.state_file = path / "state.json"
         self.arguments_file = path / "llama-server.args"
         self.api_key_file = path / "api-key"
+        self.engine_key_file = path / "engine-key"
         self.lock_file = path / "supervisor.lock"
         self.supervisor_log = path / "supervisor.log"
         self.engine_log = path / "llama-server.log"
@@ -48,6 +49,7 @@ class DeploymentFolder:
         self.front_log = path / "front.log"
         self.routing_counts_file = path / "routing-counts.json"
         self.control_file = path / "dispatch-control.json"
+        self.failure_counter = path / "failures"
 
     def write_request(self, request: LaunchRequest) -> None:
         """Write what was asked for."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from linkcpp.common.records import Record
 from linkcpp.engine.records import EngineLocation
-from linkcpp.engine.rpc_server import rpc_server_spec
+from linkcpp.engine.rpc_server import LOOPBACK, rpc_server_spec
 from linkcpp.launch.decisions import remote_stages
 from linkcpp.launch.folder import deployment_folder
 from linkcpp.launch.records import LaunchRequest
@@ -15,10 +15,8 @@ from linkcpp.planning.arguments import server_arguments
 from linkcpp.planning.records import ExpertShare, Plan, PlanMode
 
 # Their configurations hold tokens, and are removed once they were read.
-_EXPERTS_PROGRAMS = (
-    ("<python>", "-P", "-m", "linkcpp.dispatch", "<configuration>"),
-    ("<python>", "-P", "-m", "linkcpp.front", "<configuration>"),
-)
+_DISPATCH = ("<python>", "-P", "-m", "linkcpp.dispatch", "<configuration>")
+_FRONT = ("<python>", "-P", "-m", "linkcpp.front", "<configuration>")
 
 
 class PlannedServer(Record):
@@ -85,16 +83,16 @@ def preview(request: LaunchRequest, *, program: str) -> Preview:
         model_path="<hollow backbone>" if is_experts else request.model_path,
         model_name=request.name,
         placement=placement,
-        host="127.0.0.1" if is_experts else request.host,
-        port="<port behind the front>" if is_experts else request.port or "<free port>",
-        api_key_file=request.api_key_file,
+        host=LOOPBACK,
+        port="<port behind the front>",
+        api_key_file=str(deployment_folder(request.name).engine_key_file),
         own_templates=request.templates_folder,
     )
     return Preview(
         name=request.name,
         servers=tuple(_server(request, index) for index in stages),
         workers=tuple(_worker(plan, share) for share in plan.expert_shares),
-        programs=_EXPERTS_PROGRAMS if is_experts else (),
+        programs=(_DISPATCH, _FRONT) if is_experts else (_FRONT,),
         command=command,
         files=_files(request, command),
     )
@@ -145,6 +143,8 @@ def _files(request: LaunchRequest, command: tuple[str, ...]) -> tuple[PlannedFil
         (folder.arguments_file, "llama-server's command line", "\n".join(command) + "\n"),
         (folder.supervisor_log, "log", None),
         (folder.engine_log, "log", None),
+        (folder.front_log, "log", None),
+        (folder.engine_key_file, "llama-server's own key, readable by its owner only", None),
     ]
     if request.api_key_file == str(folder.api_key_file):
         wanted.append((folder.api_key_file, "the API key, readable by its owner only", None))

@@ -120,7 +120,8 @@ class DeploymentState(Record):
 
     The file alone does not prove that anything runs: ``status`` also looks whether the supervisor
     is still the process of ``supervisor``. ``has_loaded``: llama-server ran at least once; before
-    that there is nothing of it that anybody would want to look at later.
+    that there is nothing of it that anybody would want to look at later. ``chat_url`` is
+    llama-server's own chat page for browsers, where its build has one.
     """
 
     schema_version: int = STATE_SCHEMA_VERSION
@@ -133,6 +134,7 @@ class DeploymentState(Record):
     supervisor: ProcessIdentity | None = None
     llama_server: ProcessIdentity | None = None
     api_url: str | None = None
+    chat_url: str | None = None
     api_key_file: str | None = None
     stages: tuple[StageState, ...] = ()
     experts: ExpertsState | None = None

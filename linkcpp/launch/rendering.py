@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def llama_server_command(
     placement: Sequence[str],
     host: str,
     port: int | str,
-    api_key_file: str | None,
+    api_key_file: str,
     own_templates: str | None = None,
 ) -> tuple[str, ...]:
     """Return the command line of llama-server, the program first.
@@ -98,6 +99,7 @@ def llama_server_command(
     text = render(LLAMA_SERVER_TEMPLATE, values, own_templates=own_templates)
     command = arguments_of(text)
     _refuse_other_placement(command, placement)
+    _refuse_without_key(command, api_key_file)
     return command
 
 
@@ -128,6 +130,15 @@ def _refuse_other_placement(command: tuple[str, ...], placement: Sequence[str]) 
         raise LinkcppError(
             f"The template {LLAMA_SERVER_TEMPLATE} sets {foreign}, which the plan decides.",
             hint="Remove it from the template and make another plan: `linkcpp plan --help`.",
+        )
+
+
+def _refuse_without_key(command: tuple[str, ...], key_file: str) -> None:
+    if ("--api-key-file", key_file) not in pairwise(command):
+        raise LinkcppError(
+            f"The template {LLAMA_SERVER_TEMPLATE} does not give llama-server its key.",
+            hint="Add the lines --api-key-file and {{ api.key_file }}: without them every user of "
+            "this machine may use llama-server past the API.",
         )
 
 

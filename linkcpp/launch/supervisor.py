@@ -113,6 +113,8 @@ class _Supervision:
             failure = await attempt.run()
         except asyncio.CancelledError:
             self._journal.emit(PhaseEntered(Phase.STOPPING))
+            # Clients are told, and llama-server, which they leave, ends at once.
+            await self._surroundings.front.aclose()
             raise
         except LinkcppError as error:
             failure = self._refused(error)

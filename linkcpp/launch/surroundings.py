@@ -13,10 +13,11 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
-from linkcpp.launch.api import check_port
+from linkcpp.engine.rpc_server import LOOPBACK
 from linkcpp.launch.experts.files import ExpertFiles
 from linkcpp.launch.failing import NeverError, never_again
 from linkcpp.launch.folder import DeploymentFolder
+from linkcpp.launch.fronting import Fronting
 from linkcpp.launch.llamaserver import LlamaServer
 from linkcpp.launch.records import LaunchRequest
 from linkcpp.launch.rendering import llama_server_command
@@ -42,9 +43,11 @@ class Surroundings:
         self._hub_inventory: ModelInventory | None = None
         self._hub_files: ExpertFiles | None = None
         self.reach = Reach()
+        self.front = Fronting(folder, request)
 
     async def aclose(self) -> None:
-        """Close the edges to nodes of hubs."""
+        """End the front, and close the edges to nodes of hubs."""
+        await self.front.aclose()
         await self.reach.aclose()
 
     async def check_model(self, plan: Plan) -> None:
@@ -157,29 +160,26 @@ class Surroundings:
         on_line: Callable[[str], None],
         *,
         model_path: str | None = None,
-        host: str | None = None,
-        port: int | None = None,
     ) -> LlamaServer:
-        """Render the command line and start llama-server with it.
+        """Render the command line and start llama-server with it, on loopback behind the front.
 
-        ``placement`` follows from the plan. Model, host and port are the request's unless given.
+        ``placement`` follows from the plan. The model is the request's unless given.
 
         Raises:
-            LinkcppError: the template or the port is unusable, or llama-server ended at once.
+            LinkcppError: the template or a port is unusable, or llama-server ended at once.
         """
         engine = await self.engine()
         request = self.request
-        host, port = host or request.host, port or request.port
-        check_port(host, port)
+        port = self.front.prepare()
         with never_again():
             command = llama_server_command(
                 program=str(engine.location.llama_server),
                 model_path=model_path or self._model_path,
                 model_name=request.name,
                 placement=placement,
-                host=host,
+                host=LOOPBACK,
                 port=port,
-                api_key_file=request.api_key_file,
+                api_key_file=str(self.front.engine_key_file),
                 own_templates=request.templates_folder,
             )
         write_atomically(self._folder.arguments_file, "\n".join(command) + "\n")

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from linkcpp.cluster.config import load_config
 from linkcpp.cluster.findings import compare_engines
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_atomically
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
 from linkcpp.launch.api import ApiClient, hold_api_port
@@ -74,23 +76,25 @@ def reference_log(folder: DeploymentFolder) -> Path:
 @contextlib.asynccontextmanager
 async def running_reference(
     folder: DeploymentFolder, request: LaunchRequest, plan: Plan, model_path: str
-) -> AsyncIterator[str]:
-    """Run the whole model; yields the URL of its API once it is loaded.
+) -> AsyncIterator[tuple[str, str]]:
+    """Run the whole model; yields the URL of its API, and the key, once it is loaded.
 
     Raises:
         LinkcppError: it cannot be loaded; says why.
     """
     with hold_api_port(LOOPBACK, 0) as held:
-        async with _running_on(held.number, folder, request, plan, model_path) as url:
-            yield url
+        async with _running_on(held.number, folder, request, plan, model_path) as url_and_key:
+            yield url_and_key
 
 
 @contextlib.asynccontextmanager
 async def _running_on(
     port: int, folder: DeploymentFolder, request: LaunchRequest, plan: Plan, model_path: str
-) -> AsyncIterator[str]:
+) -> AsyncIterator[tuple[str, str]]:
     engine = await asyncio.to_thread(same_engine, plan)
     drop_overrides_from_environment()
+    key, key_file = secrets.token_urlsafe(32), folder.path / "reference-key"
+    write_atomically(key_file, f"{key}\n", mode=0o600)
     command = llama_server_command(
         program=str(engine.location.llama_server),
         model_path=model_path,
@@ -98,7 +102,7 @@ async def _running_on(
         placement=server_arguments(reference_plan(plan), {}),
         host=LOOPBACK,
         port=port,
-        api_key_file=None,
+        api_key_file=str(key_file),
         own_templates=request.templates_folder,
     )
     log_path = reference_log(folder)
@@ -118,6 +122,7 @@ async def _running_on(
                         hint=f"Its log: {log_path}",
                     )
                 await asyncio.sleep(_POLL_SECONDS)
-        yield url
+        yield url, key
     finally:
         await server.stop()
+        key_file.unlink(missing_ok=True)

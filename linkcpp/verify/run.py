@@ -137,14 +137,17 @@ class _Verification:
             )
             return []
         self._on_progress("loading the whole model", 0, 1)
-        async with running_reference(self._folder, self._request, self._plan, model) as url:
+        async with running_reference(
+            self._folder, self._request, self._plan, model
+        ) as reference_at:
             self._on_progress("loading the whole model", 1, 1)
             key_file = self._request.api_key_file
             key = read_api_key(Path(key_file)) if key_file else None
+            url, reference_key = reference_at
             log = f"The log of its llama-server: {reference_log(self._folder)}"
             async with (
                 TextServer(self._api_url, "The deployment", key) as deployment,
-                TextServer(url, "The whole model", way_out=log) as reference,
+                TextServer(url, "The whole model", reference_key, way_out=log) as reference,
             ):
                 return await self._compare_prompts(deployment, reference)
 

@@ -1,9 +1,10 @@
-"""The front of mode experts before a llama-server of the test's own, which can be made to lie."""
+"""The front before a llama-server of the test's own, which can be made to lie."""
 
 import asyncio
 import contextlib
 import json
 import logging
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,10 +17,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from linkcpp.common.logs import REQUEST_LOGGER, JsonFormatter
+from linkcpp.dispatch.access import ControlAccess
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.front.process import FrontConfig, run_front
 
 CONTROL_TOKEN = "control"
+ENGINE_KEY = "engine"
+KEYS = ("first", "second")
 STATUS: dict[str, Any] = {
     "workers": [], "fallback": None, "missing_expert_count": 1, "graph_count": 0,
     "compiled_count": 0, "client_count": 0, "dropped_bytes": 0, "early_count": 0,
@@ -50,9 +54,12 @@ class Engine:
     async def _answer(self, request: Request) -> Response:
         path = request.url.path
         self.headers = dict(request.headers)
+        shown = request.headers.get("authorization")
         if path == "/status":
-            assert request.headers["authorization"] == f"Bearer {CONTROL_TOKEN}"
+            assert shown == f"Bearer {CONTROL_TOKEN}"
             return JSONResponse(STATUS)
+        if path not in ("/", "/health") and shown != f"Bearer {ENGINE_KEY}":
+            return JSONResponse({"error": {"code": 401}}, 401)
         if path.startswith("/slots/"):
             self.erased.append(f"{path}?{request.url.query}")
             return JSONResponse({})
@@ -89,24 +96,35 @@ async def served(app: Any) -> AsyncIterator[int]:
         await task
 
 
+@contextlib.asynccontextmanager
+async def running_front(
+    folder: Path, engine_port: int, *, keys: tuple[str, ...] = ()
+) -> AsyncIterator[httpx.AsyncClient]:
+    key_file = folder / "keys"
+    key_file.write_text("# keys\n" + "\n".join(keys))
+    control_file = folder / "control"
+    control_file.write_text(ControlAccess(port=engine_port, token=CONTROL_TOKEN).model_dump_json())
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = FrontConfig(
+        host="127.0.0.1", port=port, engine_port=engine_port, engine_key=ENGINE_KEY, slot_count=2,
+        api_key_file=key_file if keys else None, failure_counter=folder / "failures",
+        control_file=control_file,
+    )  # fmt: skip
+    FailureCounter(config.failure_counter, is_writer=True)
+    running = asyncio.create_task(run_front(config, print))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        await until(lambda: listens(port))
+        yield client
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 @pytest.fixture
 async def front(tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Engine]]:
-    path = tmp_path / "failures"
-    engine = Engine(FailureCounter(path, is_writer=True))
-    async with served(engine) as engine_port:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        config = FrontConfig(
-            host="127.0.0.1", port=port, engine_port=engine_port, slot_count=2,
-            api_key_file=None, failure_counter=path, control_port=engine_port,
-            control_token=CONTROL_TOKEN,
-        )  # fmt: skip
-        running = asyncio.create_task(run_front(config, print))
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-            await until(lambda: listens(port))
-            yield client, engine
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+    engine = Engine(FailureCounter(tmp_path / "failures", is_writer=True))
+    async with served(engine) as engine_port, running_front(tmp_path, engine_port) as client:
+        yield client, engine
 
 
 def listens(port: int) -> bool:
@@ -239,22 +257,117 @@ async def test_an_odd_request_is_no_defect(front: Front, head: str, status: byte
     writer.close()
 
 
-async def test_a_llama_server_that_is_gone_is_a_502(tmp_path: Path) -> None:
-    path = tmp_path / "failures"
-    FailureCounter(path, is_writer=True)
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            ports.append(probe.getsockname()[1])
-    config = FrontConfig(
-        host="127.0.0.1", port=ports[0], engine_port=ports[1], slot_count=1, api_key_file=None,
-        failure_counter=path, control_port=ports[1], control_token="",
-    )  # fmt: skip
-    running = asyncio.create_task(run_front(config, print))
-    await until(lambda: listens(ports[0]))
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}") as client:
+def a_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+async def test_without_a_llama_server_the_answer_is_a_503(tmp_path: Path) -> None:
+    async with running_front(tmp_path, a_free_port()) as client:
+        answer = await client.post("/v1/completions", json={})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert "not served right now" in answer.json()["error"]["message"]
+
+
+@contextlib.asynccontextmanager
+async def dying_engine(said: bytes) -> AsyncIterator[int]:
+    """Answer every request with the same bytes, and then close in the middle."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+        writer.write(said)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+def chunked(kind: str, *chunks: str) -> bytes:
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return (head + "".join(f"{len(each):x}\r\n{each}\r\n" for each in chunks)).encode()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/completion"])
+async def test_a_stream_whose_llama_server_dies_ends_with_an_error_event(
+    tmp_path: Path, path: str
+) -> None:
+    said = chunked("text/event-stream", 'data: {"content": "one"}\n\ndata: {"con')
+    async with dying_engine(said) as port, running_front(tmp_path, port) as client:
+        # That this does not raise is the clean end of the connection's part.
+        text = (await client.post(path, json={"stream": True})).text
+    first, last = text.removesuffix("\n\n").split("\n\n")
+    assert first == 'data: {"content": "one"}'
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["code"] == 502
+    assert "broke off" in error["message"]
+
+
+async def test_a_stream_with_named_events_ends_with_a_named_error(tmp_path: Path) -> None:
+    said = chunked("text/event-stream", 'event: ping\ndata: {"type": "ping"}\n\n')
+    async with dying_engine(said) as port, running_front(tmp_path, port) as client:
+        text = (await client.post("/v1/messages", json={"stream": True})).text
+    name, _, data = text.split("\n\n")[1].partition("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: "))["type"] == "error"
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200"])
+async def test_an_answer_that_never_began_is_a_502(tmp_path: Path, said: bytes) -> None:
+    async with dying_engine(said) as port, running_front(tmp_path, port) as client:
         answer = await client.post("/v1/completions", json={})
     assert answer.status_code == 502
-    assert "llama-server does not answer" in answer.json()["error"]["message"]
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    assert "stopped answering" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"a":',
+        chunked("application/json", '{"a": 1}'),
+    ],
+)
+async def test_a_cut_off_answer_does_not_look_whole(tmp_path: Path, said: bytes) -> None:
+    async with dying_engine(said) as port, running_front(tmp_path, port) as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/completions", json={})
+
+
+async def test_a_front_that_is_stopped_tells_its_streams(front: Front) -> None:
+    client, engine = front
+    async with client.stream("POST", "/stream", json={}) as answer:
+        pieces = answer.aiter_bytes()
+        await anext(pieces)
+        signal.raise_signal(signal.SIGTERM)
+        assert b"The deployment was stopped." in b"".join([piece async for piece in pieces])
+    await asyncio.wait_for(engine.aborted.wait(), 20)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": "Bearer second"}, 200),
+        ({"X-Api-Key": "first"}, 200),
+        ({"Authorization": "Bearer secon"}, 401),
+        ({"Authorization": f"Bearer {ENGINE_KEY}"}, 401),
+        ({"X-Api-Key": ENGINE_KEY}, 401),
+        ({}, 401),
+    ],
+)
+async def test_only_who_shows_a_key_of_the_file_may_use_llama_server(
+    tmp_path: Path, headers: dict[str, str], status: int
+) -> None:
+    engine = Engine(FailureCounter(tmp_path / "failures", is_writer=True))
+    async with (
+        served(engine) as engine_port,
+        running_front(tmp_path, engine_port, keys=KEYS) as client,
+    ):
+        for method, path in (("POST", "/x"), ("POST", "/tokenize"), ("GET", "/slots")):
+            assert (await client.request(method, path, headers=headers)).status_code == status
+        metrics = await client.get("/linkcpp/metrics", headers=headers)
+        assert metrics.status_code == status
+        assert (await client.get("/", headers=headers)).status_code == 200
+        assert engine.headers.get("x-api-key") is None

@@ -86,7 +86,7 @@ def test_status_tells_speed_and_llama_servers_own_counters(swarm: Swarm, url: st
 def test_the_rendered_command_lies_in_the_deployments_folder(swarm: Swarm, url: str) -> None:
     folder = swarm.home / "state" / "deployments" / NAME
     words = (folder / "llama-server.args").read_text().splitlines()
-    assert words[words.index("--port") + 1] == url.rsplit(":", 1)[1]
+    assert words[words.index("--port") + 1] != url.rsplit(":", 1)[1]
     assert words.count("--rpc") == 1
 
 
@@ -96,6 +96,7 @@ def test_logs_have_every_program_and_can_be_had_of_one_node(swarm: Swarm, url: s
     assert sources == {
         "supervisor",
         "llama-server",
+        "front",
         *(f"rpc-server {name} CPU" for name in swarm.agents),
     }
     attic = swarm.run("logs", NAME, "--node", "attic", "--json").json
@@ -167,7 +168,7 @@ def test_a_split_model_is_served_from_a_cache_of_links(swarm: Swarm, tmp_path: P
     state = swarm.run(*words, "--json").json
     command = Path(swarm.home, "state", "deployments", "links", "llama-server.args").read_text()
     assert str(links[0]) in command.split("\n")
-    assert str(link) in command.split("\n")
+    assert state["api_key_file"] == str(link)
     assert httpx.get(f"{state['api_url']}/health").status_code == httpx.codes.OK
     swarm.run("stop", "links")
 
@@ -183,18 +184,48 @@ def test_an_api_beyond_loopback_needs_its_key(swarm: Swarm, plan: Path) -> None:
     headers = {"Authorization": f"Bearer {key}"}
     answer = httpx.post(f"{state['api_url']}/completion", json=body, headers=headers, timeout=60)
     assert answer.status_code == httpx.codes.OK
+    assert httpx.get(state["chat_url"]).status_code == httpx.codes.OK
     everything = [word for process in swarm.processes() for word in process.cmdline()]
     assert not any(key in word for word in everything)
     swarm.run("stop", "open")
 
 
-def test_a_killed_node_is_replaced_by_a_new_plan_on_the_same_port(
+def test_llama_servers_own_port_is_for_the_front_alone(swarm: Swarm, url: str) -> None:
+    folder = swarm.home / "state" / "deployments" / NAME
+    words = (folder / "llama-server.args").read_text().splitlines()
+    own = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+    key_file = Path(words[words.index("--api-key-file") + 1])
+    assert key_file.stat().st_mode & 0o777 == 0o600
+    for method, path in (("POST", "/completion"), ("POST", "/slots/0?action=erase")):
+        assert httpx.request(method, f"{own}{path}", json={}).status_code == 401
+    body = {"prompt": "One", "n_predict": 1}
+    assert httpx.post(f"{url}/completion", json=body, timeout=60).status_code == 200
+    everything = [word for process in swarm.processes() for word in process.cmdline()]
+    assert key_file.read_text().strip() not in everything
+
+
+def test_the_chat_page_is_told_and_served(swarm: Swarm, url: str) -> None:
+    assert swarm.status(NAME)["state"]["chat_url"] == f"{url}/"
+    assert f"{url}/ in a browser" in swarm.run("status", NAME).stdout
+    page = httpx.get(f"{url}/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "<html" in page.text
+
+
+def test_a_killed_node_ends_a_stream_with_an_error_and_is_replaced_on_the_same_port(
     swarm: Swarm, url: str, reference: list[Any]
 ) -> None:
     victim = swarm.agents.pop("garage")
-    for process in [*victim.children(), psutil.Process(victim.process.pid)]:
-        process.kill()
+    body = {"prompt": "One", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert "text" in next(lines)
+        for process in [*victim.children(), psutil.Process(victim.process.pid)]:
+            process.kill()
+        events = [line for line in lines if line]
     victim.process.wait()
+    assert "data: [DONE]" not in events
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == 502
 
     def has_recovered() -> bool:
         report = swarm.status(NAME)

@@ -9,13 +9,13 @@ PLACEMENT = ("-ngl", "20", "--rpc", "127.0.0.1:4001", "--device", "RPC0", "-c", 
 
 
 def _command(templates: Path | None = None, **changes: str) -> tuple[str, ...]:
-    values: dict[str, str | None] = {"host": "127.0.0.1", "api_key_file": None, **changes}
+    values = {"host": "127.0.0.1", "api_key_file": "/state/engine-key", **changes}
     return llama_server_command(
         program="/engines/llama server",
         model_path=values.get("model_path") or "/models/a model.gguf",
         model_name="smol",
         placement=PLACEMENT,
-        host=str(values["host"]),
+        host=values["host"],
         port=8080,
         api_key_file=values["api_key_file"],
         own_templates=str(templates) if templates else None,
@@ -40,18 +40,25 @@ def test_the_plans_arguments_are_passed_on_whole_and_comments_are_not() -> None:
 
 
 def test_a_key_is_passed_by_file_only() -> None:
-    assert "--api-key-file" not in _command()
-    command = _command(host="0.0.0.0", api_key_file="/state/api-key")
-    assert command[command.index("--api-key-file") + 1] == "/state/api-key"
+    command = _command(api_key_file="/state/engine-key")
+    assert command[command.index("--api-key-file") + 1] == "/state/engine-key"
     assert "--api-key" not in command
 
 
 def test_an_own_template_may_add_what_is_not_placement(tmp_path: Path) -> None:
     own = _own(
         tmp_path,
-        "{{ engine.program }}\n--no-ui\n{% for word in placement %}\n{{ word }}\n{% endfor %}\n",
+        "{{ engine.program }}\n--no-ui\n--api-key-file\n{{ api.key_file }}\n"
+        "{% for word in placement %}\n{{ word }}\n{% endfor %}\n",
     )
-    assert _command(own) == ("/engines/llama server", "--no-ui", *PLACEMENT)
+    key = ("--api-key-file", "/state/engine-key")
+    assert _command(own) == ("/engines/llama server", "--no-ui", *key, *PLACEMENT)
+
+
+def test_an_own_template_may_not_leave_llama_server_without_a_key(tmp_path: Path) -> None:
+    text = "{{ engine.program }}\n{% for word in placement %}\n{{ word }}\n{% endfor %}\n"
+    with pytest.raises(LinkcppError, match="does not give llama-server its key"):
+        _command(_own(tmp_path, text))
 
 
 @pytest.mark.parametrize("option", ["--n-gpu-layers\n99", "-ot\nx=CPU", "--fit=on", "--cpu-moe"])

@@ -4,20 +4,15 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from linkcpp.cluster.limits import usable_cores
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.sockets import HeldPort
 from linkcpp.dispatch.access import ControlAccess
 from linkcpp.dispatch.process import DispatchConfig
-from linkcpp.front.process import READY_PATTERN as FRONT_READY
-from linkcpp.front.process import FrontConfig
-from linkcpp.launch.api import check_port, hold_api_port
 from linkcpp.launch.attempt import Attempt, cancel_all
 from linkcpp.launch.decisions import Failure, Observed, Step
-from linkcpp.launch.events import EngineStarted, EngineStopped, Noticed, PhaseEntered
+from linkcpp.launch.events import EngineStopped, Noticed, PhaseEntered
 from linkcpp.launch.experts.decisions import (
     coverage_hint,
     next_step_of,
@@ -36,25 +31,14 @@ from linkcpp.launch.failing import BrokenError, NeverError, StepRefusedError
 from linkcpp.launch.finding import FoundNode, find_node
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.journal import Journal
-from linkcpp.launch.programs import Program, start_program, watch_program
+from linkcpp.launch.programs import watch_program
 from linkcpp.launch.records import Phase
 from linkcpp.launch.rendering import with_slots
 from linkcpp.launch.surroundings import Surroundings
-from linkcpp.launch.watch import watch_engine
 from linkcpp.planning.arguments import server_arguments
 from linkcpp.planning.records import ExpertShare, Plan
 
-LOOPBACK = "127.0.0.1"
 COVER_POLL_SECONDS = 0.5
-
-
-@dataclass
-class _Held:
-    """What an attempt has started here, in this order."""
-
-    dispatcher: Dispatcher | None = None
-    front: Program | None = None
-    engine_port: HeldPort | None = None
 
 
 class ExpertsAttempt(Attempt):
@@ -65,7 +49,7 @@ class ExpertsAttempt(Attempt):
     ) -> None:
         super().__init__(surroundings, plan, journal)
         self._folder = folder
-        self._held = _Held()
+        self._dispatcher: Dispatcher | None = None
         self._files: ExpertFiles | None = None
         self._backbone: Backbone | None = None
         self._members: list[Member] = []
@@ -92,7 +76,7 @@ class ExpertsAttempt(Attempt):
             Step.MAKE_BACKBONE: self._make_backbone,
             Step.START_DISPATCH: self._start_dispatch,
             Step.START_WORKERS: self._start_workers,
-            Step.START_ENGINE: self._start_front_and_engine,
+            Step.START_ENGINE: self._start_backbone,
             Step.AWAIT_ENGINE: lambda: self._await_engine(nothing),
             Step.ASK: lambda: self._ask(nothing),
             Step.PROVE_SPLIT: self._prove,
@@ -134,13 +118,13 @@ class ExpertsAttempt(Attempt):
             threads=usable_cores(),
             patience_seconds=request.patience_seconds,
             zero_missing=True,
-            failure_counter=self._counter_file,
+            failure_counter=self._folder.failure_counter,
             routing_counts=self._folder.routing_counts_file,
         )
         dispatcher = await Dispatcher.start(
             config, folder=self._folder.path, log_path=self._folder.dispatch_log
         )
-        self._held.dispatcher = dispatcher
+        self._dispatcher = dispatcher
         access = ControlAccess(port=dispatcher.control_port, token=dispatcher.token)
         await asyncio.to_thread(self._folder.write_control, access)
         self._watch(watch_program(dispatcher.program))
@@ -153,20 +137,16 @@ class ExpertsAttempt(Attempt):
             )
         )
 
-    @property
-    def _counter_file(self) -> Path:
-        return self._folder.path / "failures"
-
     async def _start_workers(self) -> None:
         self._journal.emit(PhaseEntered(Phase.STARTING_SERVERS))
-        assert self._files is not None and self._held.dispatcher is not None  # noqa: S101 - as above
+        assert self._files is not None and self._dispatcher is not None  # noqa: S101 - as above
         engine = await self._surroundings.engine()
         around = Circumstances(
             deployment=self._request.name,
             files=self._files,
             engine=engine.location,
             folder=self._folder.path,
-            dispatcher=self._held.dispatcher,
+            dispatcher=self._dispatcher,
             find=self._find,
             emit=self._journal.emit,
             experts=lambda: self._experts,
@@ -196,7 +176,7 @@ class ExpertsAttempt(Attempt):
 
     async def _see_to_coverage(self, failures: dict[str, str]) -> None:
         """Go on where every expert can be computed; wait until it is so, except at a first try."""
-        dispatcher = self._held.dispatcher
+        dispatcher = self._dispatcher
         assert dispatcher is not None and self._files is not None  # noqa: S101 - as above
         for name, why in sorted(failures.items()):
             self._journal.emit(Noticed(f"{name} does not take part yet: {why.rstrip('.')}"))
@@ -221,47 +201,19 @@ class ExpertsAttempt(Attempt):
                 self._journal.emit(Noticed(f"waiting: {sentence}"))
             await asyncio.sleep(COVER_POLL_SECONDS)
 
-    async def _start_front_and_engine(self) -> None:
+    async def _start_backbone(self) -> None:
         self._journal.emit(PhaseEntered(Phase.LOADING))
-        dispatcher, backbone, request = self._held.dispatcher, self._backbone, self._request
+        dispatcher, backbone = self._dispatcher, self._backbone
         assert dispatcher is not None and backbone is not None  # noqa: S101 - as above
-        check_port(request.host, request.port)
-        engine_port = self._held.engine_port = hold_api_port(LOOPBACK, 0)
-        self._held.front = await start_program(
-            "linkcpp.front",
-            FrontConfig(
-                host=request.host,
-                port=request.port,
-                engine_port=engine_port.number,
-                slot_count=self._plan.options.parallel,
-                api_key_file=Path(request.api_key_file) if request.api_key_file else None,
-                failure_counter=self._counter_file,
-                control_port=dispatcher.control_port,
-                control_token=dispatcher.token,
-            ),
-            name="the front",
-            config_path=self._folder.path / "front.json",
-            log_path=self._folder.front_log,
-            ready_pattern=FRONT_READY,
-        )
-        self._watch(watch_program(self._held.front))
         slots = self._folder.path / "slots"
         slots.mkdir(mode=0o700, exist_ok=True)
-        server = await self._surroundings.start_llama_server(
-            with_slots(server_arguments(self._plan, {}, experts_at=dispatcher.endpoint), slots),
-            self._note_line,
-            model_path=str(backbone.path),
-            host=LOOPBACK,
-            port=engine_port.number,
-        )
-        self._resources.llama_server = server
-        self._journal.emit(EngineStarted(server.identity))
-        self._watch(watch_engine(server))
+        placement = server_arguments(self._plan, {}, experts_at=dispatcher.endpoint)
+        await self._run_engine(with_slots(placement, slots), str(backbone.path))
 
     async def _prove(self) -> None:
         self._journal.emit(PhaseEntered(Phase.PROVING))
-        assert self._held.dispatcher is not None  # noqa: S101 - as above
-        self._journal.emit(DispatchSeen(await self._held.dispatcher.status()))
+        assert self._dispatcher is not None  # noqa: S101 - as above
+        self._journal.emit(DispatchSeen(await self._dispatcher.status()))
         problems = unproved_experts(self._experts)
         if problems:
             raise NeverError(
@@ -281,19 +233,14 @@ class ExpertsAttempt(Attempt):
 
     async def aclose(self) -> None:
         """Give everything back; the user of each thing before the thing itself."""
-        front, dispatcher = self._held.front, self._held.dispatcher
-        if front is not None:
-            await front.stop()
         if self._resources.llama_server is not None:
             await self._resources.llama_server.stop()
             self._resources.llama_server = None
-        if self._held.engine_port is not None:
-            self._held.engine_port.close()
         await cancel_all(self._watchers)
         self._folder.control_file.unlink(missing_ok=True)
-        if dispatcher is not None:
+        if self._dispatcher is not None:
             with contextlib.suppress(LinkcppError):
-                await dispatcher.stop()
+                await self._dispatcher.stop()
         self._journal.emit(EngineStopped())
 
 
