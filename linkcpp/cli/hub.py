@@ -14,6 +14,7 @@ from linkcpp.cli.hub_access import (
     ask,
     data_folder_of,
     is_start_of_id,
+    print_taken_away,
 )
 from linkcpp.cli.hub_report import print_nodes
 from linkcpp.cli.output import console, print_json
@@ -123,7 +124,7 @@ def revoke(
     It may join again with a join token that is made later.
     """
 
-    async def revoked(client: HubClient) -> str:
+    async def revoked(client: HubClient) -> tuple[str, str | None]:
         found = [
             one
             for one in (await client.nodes()).nodes
@@ -135,11 +136,10 @@ def revoke(
                 f"{many} the name or id {node!r}.",
                 hint="`linkcpp hub nodes` lists them with their ids.",
             )
-        await client.revoke_node(found[0].node_id)
-        return found[0].name
+        return found[0].name, await client.revoke_node(found[0].node_id)
 
-    name = ask(revoked, data=data or context.obj, hub_url=hub_url)
-    console().print(f"{name} is revoked.")
+    name, remark = ask(revoked, data=data or context.obj, hub_url=hub_url)
+    print_taken_away(f"{name} is revoked.", remark)
 
 
 def _is_meant(word: str, node: RegisteredNode) -> bool:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
+from rich.text import Text
 
+from linkcpp.cli.output import console, status_console
 from linkcpp.common.alone import held_alone
 from linkcpp.common.errors import LinkcppError, NotNowError
 from linkcpp.common.files import write_atomically
@@ -90,6 +92,13 @@ def ask(
             return await question(client)
 
     return asyncio.run(answer())
+
+
+def print_taken_away(sentence: str, remark: str | None) -> None:
+    """Say that something was taken away, and on stderr what the hub remarks about it."""
+    console().print(sentence)
+    if remark:
+        status_console().print(Text(remark, style="yellow"), soft_wrap=True)
 
 
 def _client(data: Path | None, hub_url: str | None) -> HubClient:

@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from linkcpp.cli.hub_access import DATA_OPTION, HUB_OPTION, JSON_OPTION, ask, is_start_of_id
+from linkcpp.cli.hub_access import (
+    DATA_OPTION,
+    HUB_OPTION,
+    JSON_OPTION,
+    ask,
+    is_start_of_id,
+    print_taken_away,
+)
 from linkcpp.cli.output import console, print_json
 from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
@@ -96,12 +103,12 @@ def revoke(
 ) -> None:
     """Make a join token useless; machines that joined with it stay."""
 
-    async def revoked(client: HubClient) -> None:
+    async def revoked(client: HubClient) -> str | None:
         tokens = (await client.join_tokens()).tokens
-        await client.revoke_join_token(meant_token(token, tokens).token_id)
+        return await client.revoke_join_token(meant_token(token, tokens).token_id)
 
-    ask(revoked, data=data or context.obj, hub_url=hub_url)
-    console().print("The join token is revoked.")
+    remark = ask(revoked, data=data or context.obj, hub_url=hub_url)
+    print_taken_away("The join token is revoked.", remark)
 
 
 def meant_token(word: str, tokens: Sequence[JoinTokenRecord]) -> JoinTokenRecord:

@@ -101,7 +101,7 @@ class TokenCheck:
         machine = self._directory.machines.get(claims.sub)
         if machine is None or machine.revoked_at is not None:
             raise revoked()
-        if claims.role is not machine.role or claims.iat < machine.joined_at:
+        if claims.role is not machine.role or claims.joined != machine.joined_at:
             raise HubProblem(401, "old_token", "This machine joined again since it got its token.")
 
 

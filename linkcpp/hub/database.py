@@ -9,7 +9,7 @@ from typing import Any
 import alembic.command
 import alembic.config
 from alembic.util import CommandError
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, inspect
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
@@ -17,6 +17,7 @@ from sqlalchemy.pool import QueuePool
 from linkcpp.common.errors import LinkcppError, NotNowError
 from linkcpp.common.text import printable
 from linkcpp.hub.data import make_data_folder
+from linkcpp.hub.identity import IDENTITY_FILE, is_hub_folder
 from linkcpp.hub.problems import HubProblem
 
 _MIGRATIONS = Path(__file__).with_name("migrations")
@@ -32,13 +33,19 @@ def open_database(url: str | None, data: Path) -> Engine:
     """Open the database at ``url``, or ``hub.sqlite3`` in the data folder, and migrate it.
 
     Raises:
-        LinkcppError: it cannot be reached, its kind is not supported, or a newer linkcpp wrote it.
+        LinkcppError: it cannot be reached, its kind is not supported, a newer linkcpp wrote it, or
+            it is empty though this hub has served before.
     """
     make_data_folder(data)
+    path = None if url else data / "hub.sqlite3"
     engine = _postgresql(url) if url else _sqlite(data / "hub.sqlite3")
     try:
         with engine.begin() as connection:
+            _check_not_lost(connection, data, path)
             _migrate(connection)
+    except LinkcppError:
+        engine.dispose()
+        raise
     except CommandError as error:
         engine.dispose()
         raise LinkcppError(
@@ -52,7 +59,9 @@ def open_database(url: str | None, data: Path) -> Engine:
         kind = NotNowError if isinstance(error, OperationalError) else LinkcppError
         raise kind(
             f"The hub's database cannot be used: {describe_error(error)}.",
-            hint="See that the database server runs and that --database names it rightly.",
+            hint=f"Restore {path} from a backup if it is damaged."
+            if path
+            else "See that the database server runs and that --database is its address.",
         ) from error
     return engine
 
@@ -136,6 +145,22 @@ def _postgresql(text: str) -> Engine:
             "PostgreSQL's client library is not installed here.",
             hint="`pip install 'linkcpp[hub]'`, or `apt-get install libpq5`.",
         ) from error
+
+
+def _check_not_lost(connection: Connection, data: Path, path: Path | None) -> None:
+    """Refuse an empty database of a hub that had one: it would forget everybody in silence.
+
+    A hub's identity is made after its first tables.
+    """
+    if not is_hub_folder(data) or inspect(connection).get_table_names():
+        return
+    where = f"{path} is" if path else "The database is"
+    raise LinkcppError(
+        f"{where} empty, but the hub of {data} has served before: its machines, tokens and "
+        "revocations are lost.",
+        hint=f"Restore {path.name if path else 'the database'} from a backup. To begin again "
+        f"without them, move {data / IDENTITY_FILE} away: every machine then has to join again.",
+    )
 
 
 def _migrate(connection: Connection) -> None:

@@ -1,7 +1,8 @@
 """What every call looks at, kept in memory: machines, gateways and open edges.
 
 The database is the truth; this follows it. Each change is committed first and noted here then, on
-the event loop, so that no call sees what a kill could take back.
+the event loop, so that no call sees what a kill could take back. Only what takes rights away is
+noted here first: it holds though the database cannot be written to.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from sqlalchemy import Engine, select
 
 from linkcpp.hub.assignment import Candidate
+from linkcpp.hub.clock_steps import seen_since
 from linkcpp.hub.presence import is_gateway_online
 from linkcpp.hub.schema import EDGES, GATEWAYS, MACHINES
 from linkcpp.registry.edges import EdgeOffer
@@ -111,6 +113,22 @@ class Directory:
         """Tell whether a machine is not wanted any more, or never joined."""
         machine = self.machines.get(node_id)
         return machine is None or machine.revoked_at is not None
+
+    def revoked_ids(self) -> frozenset[str]:
+        """Return the machines that are not wanted any more."""
+        return frozenset(
+            node_id for node_id, one in self.machines.items() if one.revoked_at is not None
+        )
+
+    def follow_clock(self, step: float, now: float) -> None:
+        """Keep how long ago machines, gateways and edges were seen, when the clock was set."""
+        for machine in self.machines.values():
+            if machine.last_seen is not None:
+                machine.last_seen = seen_since(machine.last_seen, step, now)
+        for gateway in self.gateways.values():
+            gateway.last_seen = seen_since(gateway.last_seen, step, now)
+        for edge in self.edges.values():
+            edge.last_seen = seen_since(edge.last_seen, step, now)
 
     def edges_of(self, node_id: str, *, with_pending: bool = False) -> list[Edge]:
         """Return the open edges that a machine is a side of."""

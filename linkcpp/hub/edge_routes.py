@@ -5,6 +5,7 @@ from typing import Annotated
 from fastapi import FastAPI, Path
 from fastapi.responses import Response
 
+from linkcpp.hub.problems import NOT_WRITTEN_YET, taken_away
 from linkcpp.hub.roles import Caller, allow
 from linkcpp.hub.service import Hub
 from linkcpp.registry.edges import (
@@ -50,12 +51,13 @@ def add_edge_routes(app: FastAPI, hub: Hub) -> None:
         status_code=204,
         tags=["edges"],
         summary="End an edge; also fine when it is closed",
+        responses=NOT_WRITTEN_YET,
     )
     async def close(
         edge_id: _EdgeId, caller: Annotated[Caller, allow(Role.BACKBONE, Role.ADMIN)]
     ) -> Response:
-        await hub.edges.close(caller.node_id, edge_id, is_admin=caller.role is Role.ADMIN)
-        return Response(status_code=204)
+        is_admin = caller.role is Role.ADMIN
+        return taken_away(await hub.edges.close(caller.node_id, edge_id, is_admin=is_admin))
 
     @app.get(
         "/v1/gateways",

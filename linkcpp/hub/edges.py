@@ -115,14 +115,18 @@ class Edges:
         self._tell(edge, EdgeRole.NODE)
         return self._offer(edge, EdgeRole.BACKBONE)
 
-    async def close(self, machine_id: str, edge_id: str, *, is_admin: bool) -> None:
-        """End an edge; fine when it is closed already, or was another machine's."""
+    async def close(self, machine_id: str, edge_id: str, *, is_admin: bool) -> HubProblem | None:
+        """End an edge at once; fine when it is closed already, or was another machine's.
+
+        Returns why that could not be written yet, if so.
+        """
         edge = self._directory.edges.get(edge_id)
         if edge is not None and (is_admin or machine_id == edge.backbone_node_id):
-            await self._close([edge])
+            return await self._close([edge])
+        return None
 
     def forget_all_of(self, node_id: str) -> None:
-        """End all edges of a machine whose revocation, with that of their rows, is committed."""
+        """End all edges of a machine that is revoked; their rows end with its own."""
         self._forget(self._directory.edges_of(node_id))
 
     def records(self) -> EdgeList:
@@ -221,12 +225,12 @@ class Edges:
         for edge, gateway_id in changes:
             edge.gateway_id = gateway_id
 
-    async def _close(self, edges: list[Edge]) -> None:
+    async def _close(self, edges: list[Edge]) -> HubProblem | None:
         if not edges:
-            return
+            return None
         now = self._clock()
-        await self._writer.write(lambda connection: close_edges(connection, edges, now))
         self._forget(edges)
+        return await self._writer.take_away(lambda connection: close_edges(connection, edges, now))
 
     def _forget(self, edges: Iterable[Edge]) -> None:
         for edge in edges:

@@ -20,7 +20,7 @@ from linkcpp.registry.records import NodeToken, Role
 from linkcpp.registry.secret_file import SECRET_MODE, read_secret
 from linkcpp.registry.tickets import HubKey, NodeClaims, sign_node_token
 
-_FILE_NAME = "identity.json"
+IDENTITY_FILE = "identity.json"
 _METRICS_TOKEN = "metrics-token"  # noqa: S105 - a file's name
 
 
@@ -46,8 +46,19 @@ class HubIdentity(NamedTuple):
         """The same for ``linkcpp.registry.tickets``."""
         return HubKey(self.hub_id, self.signing.public_key())
 
-    def issue(self, subject: str, role: Role, *, now: float, lifetime_seconds: float) -> NodeToken:
-        """Sign a token for a machine; the hub's own id as subject stands for its operator."""
+    def issue(
+        self,
+        subject: str,
+        role: Role,
+        *,
+        now: float,
+        lifetime_seconds: float,
+        joined_at: float | None = None,
+    ) -> NodeToken:
+        """Sign a token for a machine that joined at ``joined_at``.
+
+        The hub's own id as subject stands for its operator, who never joined.
+        """
         claims = NodeClaims.model_validate(
             {
                 "iss": self.hub_id,
@@ -55,6 +66,7 @@ class HubIdentity(NamedTuple):
                 "role": role,
                 "iat": now,
                 "exp": now + lifetime_seconds,
+                "joined": joined_at,
                 "jti": uuid.uuid4().hex,
             }
         )
@@ -65,7 +77,7 @@ class HubIdentity(NamedTuple):
 def is_hub_folder(data: Path) -> bool:
     """Whether a hub keeps its data in this folder."""
     try:
-        return (data / _FILE_NAME).exists()
+        return (data / IDENTITY_FILE).exists()
     except OSError:  # of another user
         return False
 
@@ -76,7 +88,7 @@ def load_hub_identity(data: Path, *, create: bool = False) -> HubIdentity:
     Raises:
         LinkcppError: there is none, or its file cannot be used.
     """
-    path = data / _FILE_NAME
+    path = data / IDENTITY_FILE
     if create and not path.exists():
         made = _IdentityFile.model_validate(
             {

@@ -1,16 +1,17 @@
 """Join tokens: made by an admin, exchanged by machines, stored as hashes only."""
 
 import hashlib
+import math
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 from sqlalchemy.engine import Row
 
 from linkcpp.hub.problems import HubProblem
-from linkcpp.hub.schema import JOIN_TOKENS
+from linkcpp.hub.schema import JOIN_TOKENS, MACHINES
 from linkcpp.registry.records import (
     JoinTokenList,
     JoinTokenRecord,
@@ -44,11 +45,13 @@ def create_join_token(
     if count >= _MOST_TOKENS:
         raise HubProblem(409, "too_many", f"There are {count} join tokens already.")
     token = _PREFIX + secrets.token_urlsafe(32)
+    # Later than every revocation, though the clock was set back since: it lets in who was revoked.
+    last_revocation = connection.execute(select(func.max(MACHINES.c.revoked_at))).scalar()
     values = {
         "token_id": str(uuid.uuid4()),
         "role": request.role.value,
         "label": request.label,
-        "created_at": now,
+        "created_at": now if last_revocation is None else later_than(last_revocation, now),
         "expires_at": now + request.lifetime_seconds,
         "use_limit": request.use_limit,
         "use_count": 0,
@@ -58,11 +61,19 @@ def create_join_token(
     return NewJoinToken(token=token, record=record)
 
 
-def list_join_tokens(engine: Engine) -> JoinTokenList:
-    """Return all join tokens without their secrets, the newest first."""
+def later_than(moment: float, now: float) -> float:
+    """Return ``now``, or the next time after ``moment`` where the clock was set back. Pure."""
+    return now if now > moment else math.nextafter(moment, math.inf)
+
+
+def list_join_tokens(engine: Engine, revoked_ids: Collection[str]) -> JoinTokenList:
+    """Return all join tokens without their secrets, the newest first.
+
+    ``revoked_ids`` are of tokens whose revocation is not written yet.
+    """
     with engine.connect() as connection:
         rows = connection.execute(select(JOIN_TOKENS).order_by(JOIN_TOKENS.c.created_at.desc()))
-        return JoinTokenList(tokens=tuple(_record(row) for row in rows))
+        return JoinTokenList(tokens=tuple(_record(row, revoked_ids) for row in rows))
 
 
 def revoke_join_token(connection: Connection, token_id: str, now: float) -> None:
@@ -143,7 +154,6 @@ def _hash(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _record(row: Row[Any]) -> JoinTokenRecord:
-    return JoinTokenRecord.model_validate(
-        dict(row._mapping) | {"is_revoked": row.revoked_at is not None}
-    )
+def _record(row: Row[Any], revoked_ids: Collection[str]) -> JoinTokenRecord:
+    is_revoked = row.revoked_at is not None or row.token_id in revoked_ids
+    return JoinTokenRecord.model_validate(dict(row._mapping) | {"is_revoked": is_revoked})

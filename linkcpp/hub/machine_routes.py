@@ -9,6 +9,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from linkcpp import __version__
 from linkcpp.hub.machines import node_json, nodes_json
+from linkcpp.hub.problems import NOT_WRITTEN_YET, taken_away
 from linkcpp.hub.roles import HEALTH_PATH, Caller, allow
 from linkcpp.hub.service import Hub
 from linkcpp.registry.fields import UUID_PATTERN
@@ -39,7 +40,8 @@ def add_machine_routes(app: FastAPI, hub: Hub) -> None:
         dependencies=[allow(Role.BACKBONE, Role.ADMIN)],
     )
     async def list_nodes() -> Response:
-        pieces = await hub.read(lambda engine: nodes_json(engine, hub.clock()))
+        revoked_ids = hub.directory.revoked_ids()
+        pieces = await hub.read(lambda engine: nodes_json(engine, hub.clock(), revoked_ids))
         length = {"Content-Length": str(sum(map(len, pieces)))}
         return StreamingResponse(_taken_from(pieces), headers=length, media_type=_JSON)
 
@@ -51,7 +53,10 @@ def add_machine_routes(app: FastAPI, hub: Hub) -> None:
         dependencies=[allow(Role.BACKBONE, Role.ADMIN)],
     )
     async def show_node(node_id: _NodeId) -> Response:
-        content = await hub.read(lambda engine: node_json(engine, node_id, hub.clock()))
+        revoked_ids = hub.directory.revoked_ids()
+        content = await hub.read(
+            lambda engine: node_json(engine, node_id, hub.clock(), revoked_ids)
+        )
         return Response(content, media_type=_JSON)
 
     @app.post(
@@ -69,11 +74,11 @@ def add_machine_routes(app: FastAPI, hub: Hub) -> None:
         status_code=204,
         tags=["machines"],
         summary="Revoke a machine: its tokens, events, edges and downloads end",
+        responses=NOT_WRITTEN_YET,
         dependencies=[allow(Role.ADMIN)],
     )
     async def revoke_node(node_id: _NodeId) -> Response:
-        await hub.revoke(node_id)
-        return Response(status_code=204)
+        return taken_away(await hub.revoke(node_id))
 
 
 async def _taken_from(pieces: deque[bytes]) -> AsyncIterator[bytes]:
@@ -90,7 +95,7 @@ def _add_joining(app: FastAPI, hub: Hub) -> None:
                 "version": __version__,
                 "hub_id": hub.identity.hub_id,
                 "public_key": hub.identity.public_key,
-                "time": hub.clock(),
+                "time": hub.registrar.told_time(),
             }
         )
 

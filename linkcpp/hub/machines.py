@@ -5,14 +5,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Engine, Table, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Engine, Table, func, insert, select, update
 from sqlalchemy.engine import Row
 
 from linkcpp.hub.directory import Machine
-from linkcpp.hub.join_tokens import check_role, find_join_token, use_join_token
+from linkcpp.hub.join_tokens import check_role, find_join_token, later_than, use_join_token
 from linkcpp.hub.presence import presence
 from linkcpp.hub.problems import HubProblem
-from linkcpp.hub.schema import MACHINES
+from linkcpp.hub.schema import JOIN_TOKENS, MACHINES
 from linkcpp.registry.encoding import fingerprint
 from linkcpp.registry.records import JoinRequest, RegisteredNode, Role
 
@@ -46,8 +46,8 @@ def join(connection: Connection, request: JoinRequest, now: float) -> Machine:
         signing_key=request.signing_key,
         edge_key=request.edge_key,
         token_id=token.token_id,
-        # Tokens from before a revocation stay worthless, for they are older than this.
-        joined_at=known.joined_at if known is not None and is_same else now,
+        # Tokens from before a revocation stay worthless, for they name another time than this.
+        joined_at=_joined_at(known, now, is_same=is_same),
         revoked_at=None,
         last_seen=known.last_seen if known is not None else None,
         has_state=False,
@@ -62,6 +62,13 @@ def enter(connection: Connection, machine: Machine) -> None:
     names = ("name", "role", "signing_key", "edge_key", "token_id", "joined_at", "revoked_at")
     values = {name: getattr(machine, name) for name in names}
     upsert(connection, MACHINES, MACHINES.c.node_id, machine.node_id, values)
+
+
+def _joined_at(known: Row[Any] | None, now: float, *, is_same: bool) -> float:
+    if known is None:
+        return now
+    joined_at: float = known.joined_at
+    return joined_at if is_same else later_than(joined_at, now)
 
 
 def _check_known(known: Row[Any], request: JoinRequest, token_created_at: float) -> None:
@@ -90,8 +97,13 @@ def revoke(connection: Connection, node_id: str, now: float) -> None:
     Raises:
         HubProblem: there is no such machine.
     """
+    # Not before any join token that exists, though the clock was set back since that was made: none
+    # of those may let the machine in again.
+    newest = connection.execute(select(func.max(JOIN_TOKENS.c.created_at))).scalar()
     result = connection.execute(
-        update(MACHINES).where(MACHINES.c.node_id == node_id).values(revoked_at=now)
+        update(MACHINES)
+        .where(MACHINES.c.node_id == node_id)
+        .values(revoked_at=now if newest is None else max(now, newest))
     )
     if not result.rowcount:
         raise unknown_machine()
@@ -114,8 +126,8 @@ def unknown_machine() -> HubProblem:
     return HubProblem(404, "unknown_machine", "No machine with this id joined this hub.")
 
 
-def node_json(engine: Engine, node_id: str, now: float) -> bytes:
-    """Write one machine as a ``RegisteredNode`` in JSON.
+def node_json(engine: Engine, node_id: str, now: float, revoked_ids: frozenset[str]) -> bytes:
+    """Write one machine as a ``RegisteredNode`` in JSON; see ``nodes_json``.
 
     Raises:
         HubProblem: there is no such machine.
@@ -125,11 +137,13 @@ def node_json(engine: Engine, node_id: str, now: float) -> bytes:
         row = connection.execute(query).first()
     if row is None:
         raise unknown_machine()
-    return _machine_json(row, now).encode()
+    return _machine_json(row, now, revoked_ids).encode()
 
 
-def nodes_json(engine: Engine, now: float) -> deque[bytes]:
+def nodes_json(engine: Engine, now: float, revoked_ids: frozenset[str]) -> deque[bytes]:
     """Write all machines as a ``NodeList`` in JSON, in the order of their names, in pieces.
+
+    Those of ``revoked_ids`` are revoked, though that may not be written yet.
 
     With ten thousand machines it has tens of megabytes: in one piece they would be copied again and
     again, and every other call would wait meanwhile.
@@ -141,12 +155,12 @@ def nodes_json(engine: Engine, now: float) -> deque[bytes]:
         for part in rows.partitions():
             if len(pieces) > 1:
                 pieces.append(b",")
-            pieces.append(",".join(_machine_json(row, now) for row in part).encode())
+            pieces.append(",".join(_machine_json(row, now, revoked_ids) for row in part).encode())
     pieces.append(f'],"hub_time":{json.dumps(now)}}}'.encode())
     return pieces
 
 
-def _machine_json(row: Row[Any], now: float) -> str:
+def _machine_json(row: Row[Any], now: float, revoked_ids: frozenset[str]) -> str:
     # The state stays as it was validated when it came: parsing thousands of them to write them
     # again would hold up every heartbeat meanwhile.
     head = RegisteredNode.model_validate(
@@ -157,7 +171,7 @@ def _machine_json(row: Row[Any], now: float) -> str:
             "edge_key": row.edge_key,
             "key_fingerprint": fingerprint(row.edge_key),
             "joined_at": row.joined_at,
-            "is_revoked": row.revoked_at is not None,
+            "is_revoked": row.revoked_at is not None or row.node_id in revoked_ids,
             "presence": presence(row.last_seen, now, row.left_at),
             "has_left": row.left_at is not None,
             "last_seen": row.last_seen,

@@ -16,15 +16,19 @@ class NonceMemory:
         # A heap, since the clock may be set back: what ends first comes first.
         self._order: list[tuple[float, str]] = []
 
+    def note_time(self, now: float) -> None:
+        """Note what a machine is told to be the time, before it makes a proof with it."""
+        self._started = min(self._started, now)
+
     def is_new(self, nonce: str, proof_time: float, now: float) -> bool:
         """Note a nonce; tell whether it was never seen.
 
         A proof from before the hub's start may have been used then, so it counts as seen; machines
         take their time from the hub, so they have no such proofs. Where the clock was set back to
-        before that start, this moment takes its place. Where there are too many nonces to remember,
-        none is new.
+        before that start, the first moment of which this was told (``note_time``) takes its place.
+        Where there are too many nonces to remember, none is new.
         """
-        self._started = min(self._started, now)
+        self.note_time(now)
         while self._order and self._order[0][0] < now:
             self._seen.discard(heapq.heappop(self._order)[1])
         if proof_time < self._started or nonce in self._seen or len(self._order) >= _MOST:

@@ -2,11 +2,16 @@
 
 import math
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
+
+from starlette.responses import Response
 
 from linkcpp.common.errors import EXIT_NOT_NOW, LinkcppError
 from linkcpp.common.records import ErrorBody
 
+NOT_WRITTEN_YET: Final[dict[int | str, dict[str, Any]]] = {
+    202: {"model": ErrorBody, "description": "Done, and not yet written: the database is not there"}
+}
 HINT_JOIN: Final = "`linkcpp join URL --token …` gets a token of this hub."
 
 
@@ -38,6 +43,18 @@ class HubProblem(LinkcppError):  # noqa: N818 - a refusal, no defect
     def body(self) -> ErrorBody:
         """Return what the caller is answered."""
         return ErrorBody(code=self.code, message=self.message, hint=self.hint)
+
+
+def taken_away(unwritten: HubProblem | None) -> Response:
+    """Answer a call that took something away; ``unwritten`` is why it could not be written yet."""
+    if unwritten is None:
+        return Response(status_code=204)
+    told = ErrorBody(
+        code="not_written_yet",
+        message=f"It holds from now on, but is not written yet. {unwritten.message}",
+        hint="The hub writes it as soon as it can. If the hub stops before that, do it again.",
+    )
+    return Response(told.model_dump_json(), status_code=202, media_type="application/json")
 
 
 def revoked() -> HubProblem:

@@ -1,5 +1,6 @@
 """Machines as the API sees them: joining, new tokens, heartbeats, revocation."""
 
+import contextlib
 from collections.abc import Callable
 
 from sqlalchemy import Connection
@@ -83,7 +84,7 @@ class Registrar:
             {
                 "hub_id": self._identity.hub_id,
                 "hub_public_key": self._identity.public_key,
-                "node_token": self._issue(request.node_id, machine.role),
+                "node_token": self._issue(machine),
             }
         )
 
@@ -103,7 +104,7 @@ class Registrar:
         self._check_fresh(request.proof)
         if machine.revoked_at is not None:
             raise revoked()
-        return self._issue(machine.node_id, machine.role)
+        return self._issue(machine)
 
     async def heartbeat(self, node_id: str, body: Heartbeat) -> HeartbeatAnswer | None:
         """Note that a node is alive; durable when this returns.
@@ -143,11 +144,13 @@ class Registrar:
     async def leave(self, node_id: str) -> None:
         """Note that a node stops; its next heartbeat brings it back. Its edges wait for that."""
         now = self._clock()
-        await self._writer.heartbeat(LeaveRow(node_id, now))
         self._directory.machines[node_id].left_at = now
+        await self._writer.heartbeat(LeaveRow(node_id, now))
 
-    async def revoke(self, node_id: str) -> None:
-        """Cut a machine off: its tokens, its events and its edges.
+    async def revoke(self, node_id: str) -> HubProblem | None:
+        """Cut a machine off at once: its tokens, its events and its edges.
+
+        Returns why that could not be written yet, if so.
 
         Raises:
             HubProblem: there is no such machine.
@@ -158,8 +161,17 @@ class Registrar:
             machines.revoke(connection, node_id, now)
             close_edges_of(connection, node_id, now)
 
-        await self._writer.write(revoke)
-        self._directory.machines[node_id].revoked_at = now
+        self._cut_off(node_id, now)
+        unwritten = await self._writer.take_away(revoke)
+        # Once more: what was being written just then, it may have got back.
+        self._cut_off(node_id, now)
+        return unwritten
+
+    def _cut_off(self, node_id: str, now: float) -> None:
+        machine = self._directory.machines.get(node_id)
+        if machine is None:
+            raise machines.unknown_machine()
+        machine.revoked_at = now
         self._events.revoke(node_id)
         self._edges.forget_all_of(node_id)
 
@@ -178,11 +190,13 @@ class Registrar:
         """Note a gateway at ``url``, empty for the hub's own; return its edges that must go."""
         now = self._clock()
         values = {"url": url, "edge_count": len(edge_ids), "last_seen": now}
-        await self._writer.write(
-            lambda connection: machines.upsert(
-                connection, GATEWAYS, GATEWAYS.c.gateway_id, gateway_id, values
+        # What it may not carry any more it is told also where this cannot be written.
+        with contextlib.suppress(HubProblem):
+            await self._writer.write(
+                lambda connection: machines.upsert(
+                    connection, GATEWAYS, GATEWAYS.c.gateway_id, gateway_id, values
+                )
             )
-        )
         self._directory.gateways[gateway_id] = Gateway(gateway_id, url, len(edge_ids), now)
         return self._edges.see(edge_ids, gateway_id)
 
@@ -222,9 +236,19 @@ class Registrar:
                 listed.append(GatewayRecord.model_validate(fields))
         return GatewayList(gateways=tuple(listed))
 
-    def _issue(self, node_id: str, role: Role) -> NodeToken:
+    def told_time(self) -> float:
+        """Return the hub's time for proofs that are made with it."""
+        now = self._clock()
+        self._nonces.note_time(now)
+        return now
+
+    def _issue(self, machine: Machine) -> NodeToken:
         return self._identity.issue(
-            node_id, role, now=self._clock(), lifetime_seconds=NODE_TOKEN_SECONDS
+            machine.node_id,
+            machine.role,
+            now=self._clock(),
+            lifetime_seconds=NODE_TOKEN_SECONDS,
+            joined_at=machine.joined_at,
         )
 
     def _check_fresh(self, proof: Proof) -> None:
@@ -233,11 +257,16 @@ class Registrar:
             raise HubProblem(
                 401,
                 "proof_out_of_time",
-                "The proof was not made now.",
-                hint="GET /v1/health tells the hub's time, which proofs use.",
+                "The proof was not made now, or the hub's clock was set meanwhile.",
+                hint="Try again: proofs use the time that the hub tells then.",
             )
         if not self._nonces.is_new(proof.nonce, proof.time, now):
-            raise HubProblem(401, "proof_used", "This proof was used before.")
+            raise HubProblem(
+                401,
+                "proof_used",
+                "This proof was used before, or the hub's clock was set back meanwhile.",
+                hint="Try again: proofs are used once, and use the time that the hub tells then.",
+            )
 
 
 def _wrong_proof() -> HubProblem:

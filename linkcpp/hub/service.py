@@ -12,12 +12,13 @@ from sqlalchemy import Engine
 
 from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.files import write_atomically
+from linkcpp.hub.clock_steps import ClockSteps
 from linkcpp.hub.database import open_database
 from linkcpp.hub.directory import load_directory
 from linkcpp.hub.edges import Edges
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.identity import load_hub_identity
-from linkcpp.hub.join_tokens import create_join_token
+from linkcpp.hub.join_tokens import create_join_token, revoke_join_token
 from linkcpp.hub.metrics import HubMetrics
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.registrar import Registrar
@@ -43,10 +44,17 @@ class Hub(AsyncClosing):
     """
 
     def __init__(
-        self, data: Path, engine: Engine, *, clock: Callable[[], float] = time.time
+        self,
+        data: Path,
+        engine: Engine,
+        *,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
     ) -> None:
         self.data = data
         self.clock = clock
+        self.unwritten_token_ids: set[str] = set()
+        self._steps = ClockSteps(clock, steady)
         self.identity = load_hub_identity(data, create=True)
         self.metrics = HubMetrics()
         self.events = EventSockets()
@@ -80,14 +88,34 @@ class Hub(AsyncClosing):
         """Write the metrics in Prometheus' text format."""
         return self.metrics.render(self.directory, self.clock())
 
-    async def revoke(self, node_id: str) -> None:
-        """Cut a machine off: its tokens, events, edges and downloads.
+    async def revoke(self, node_id: str) -> HubProblem | None:
+        """Cut a machine off at once: its tokens, events, edges and downloads.
+
+        Returns why that could not be written yet, if so.
 
         Raises:
             HubProblem: there is no such machine.
         """
-        await self.registrar.revoke(node_id)
         self.downloads.end_all_of(node_id)
+        unwritten = await self.registrar.revoke(node_id)
+        self.downloads.end_all_of(node_id)
+        return unwritten
+
+    async def revoke_join_token(self, token_id: str) -> HubProblem | None:
+        """Make a join token useless; returns why that could not be written yet, if so.
+
+        Nobody joins without a write, and this one comes before it.
+
+        Raises:
+            HubProblem: there is none with this id.
+        """
+        now = self.clock()
+        unwritten = await self.writer.take_away(
+            lambda connection: revoke_join_token(connection, token_id, now)
+        )
+        if unwritten is not None:
+            self.unwritten_token_ids.add(token_id)
+        return unwritten
 
     async def make_first_token(self) -> Path | None:
         """Make a join token for the first admin where nobody joined yet; return its file.
@@ -122,19 +150,30 @@ class Hub(AsyncClosing):
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
+            if step := self._steps.take():
+                _log.warning(
+                    "the hub's clock was set %s by %.0f s: machines go on, tokens last %s",
+                    *(("forward", step, "shorter") if step > 0 else ("back", -step, "longer")),
+                )
+                self.directory.follow_clock(step, self.clock())
             try:
-                await self.edges.move_lost()
                 await self.edges.close_unseen()
+                await self.edges.move_lost()
             except HubProblem as problem:
                 _log.warning("edges are not looked after: %s", problem)
 
 
 async def open_hub(
-    data: Path, database_url: str | None = None, *, clock: Callable[[], float] = time.time
+    data: Path,
+    database_url: str | None = None,
+    *,
+    clock: Callable[[], float] = time.time,
+    steady: Callable[[], float] = time.monotonic,
 ) -> Hub:
     """Open the hub of a data folder.
 
     Raises:
         LinkcppError: its database or its secrets cannot be used.
     """
-    return Hub(data, await asyncio.to_thread(open_database, database_url, data), clock=clock)
+    engine = await asyncio.to_thread(open_database, database_url, data)
+    return Hub(data, engine, clock=clock, steady=steady)

@@ -5,7 +5,8 @@ from typing import Annotated
 from fastapi import FastAPI, Path
 from fastapi.responses import Response
 
-from linkcpp.hub.join_tokens import create_join_token, list_join_tokens, revoke_join_token
+from linkcpp.hub.join_tokens import create_join_token, list_join_tokens
+from linkcpp.hub.problems import NOT_WRITTEN_YET, taken_away
 from linkcpp.hub.roles import allow
 from linkcpp.hub.service import Hub
 from linkcpp.registry.fields import UUID_PATTERN
@@ -38,16 +39,15 @@ def add_token_routes(app: FastAPI, hub: Hub) -> None:
         dependencies=for_admins,
     )
     async def list_all() -> JoinTokenList:
-        return await hub.read(list_join_tokens)
+        return await hub.read(lambda engine: list_join_tokens(engine, hub.unwritten_token_ids))
 
     @app.delete(
         "/v1/join-tokens/{token_id}",
         status_code=204,
         tags=["join tokens"],
         summary="Revoke a join token; machines that joined with it stay",
+        responses=NOT_WRITTEN_YET,
         dependencies=for_admins,
     )
     async def revoke(token_id: _TokenId) -> Response:
-        now = hub.clock()
-        await hub.writer.write(lambda connection: revoke_join_token(connection, token_id, now))
-        return Response(status_code=204)
+        return taken_away(await hub.revoke_join_token(token_id))

@@ -3,6 +3,9 @@
 A job is acknowledged (its ``await`` returns) only after the commit that has it. So whatever the hub
 answered is there after a kill at any moment, and a thousand heartbeats a second cost a few dozen
 commits.
+
+What takes rights away does not wait for a database that cannot be written to (``take_away``): it is
+owed then, and the first thing in every later transaction until one of them is committed.
 """
 
 import asyncio
@@ -23,6 +26,7 @@ from linkcpp.hub.problems import HubProblem
 _T = TypeVar("_T")
 _MOST_WAITING = 50_000
 _GATHER_SECONDS = 0.02
+_OWED_PAUSE_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +56,7 @@ class Writer:
         self._report = report
         self._jobs: list[_Job] = []
         self._beats: list[_Beat] = []
+        self._owed: list[_Job] = []
         self._wake = asyncio.Event()
         self._hurry = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hub-writer")
@@ -68,6 +73,21 @@ class Writer:
         self._check_room()
         done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._jobs.append(_Job(work, done))
+        self._wake.set()
+        self._hurry.set()
+        return await done
+
+    async def take_away(self, work: Callable[[Connection], None]) -> HubProblem | None:
+        """Let ``work`` write that somebody may do less, now or as soon as that is possible.
+
+        Returns ``None`` once it is committed, or why it is not yet: it then comes before all that
+        is written later, so that nobody uses in between what was taken away.
+
+        Raises:
+            HubProblem: what ``work`` raises.
+        """
+        done: asyncio.Future[HubProblem | None] = asyncio.get_running_loop().create_future()
+        self._owed.append(_Job(work, done))
         self._wake.set()
         self._hurry.set()
         return await done
@@ -90,6 +110,12 @@ class Writer:
         """Write what waits, and end."""
         with contextlib.suppress(HubProblem):
             await self.write(lambda _: None)  # done when all that came before it is
+        if self._owed:
+            _log.error(
+                "%d revocations or ended edges could not be written and are forgotten: revoke "
+                "again when the hub runs and its database can be written to",
+                len(self._owed),
+            )
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._thread.shutdown()
@@ -100,7 +126,9 @@ class Writer:
 
     async def _run(self) -> None:
         while True:
-            await self._wake.wait()
+            pause_seconds = _OWED_PAUSE_SECONDS if self._owed else None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), pause_seconds)
             # Heartbeats may wait a moment for others: one commit then does for all of them.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), _GATHER_SECONDS)
@@ -116,16 +144,23 @@ class Writer:
         loop = asyncio.get_running_loop()
         results: list[Any]
         noted: HubProblem | None = None
+        owed = tuple(self._owed)
         try:
-            results = await loop.run_in_executor(self._thread, self._commit, jobs, rows)
+            results = await loop.run_in_executor(self._thread, self._commit, (*owed, *jobs), rows)
         except SQLAlchemyError as error:
             _log.warning("the database cannot be written to: %s", describe_error(error))
             noted = disk_full(error) or HubProblem(
                 503, "database", "The hub's database does not answer."
             )
+            for job in owed:
+                if not job.done.done():
+                    job.done.set_result(noted)
             results = [noted] * len(jobs)
         else:
-            self._report(BatchReport(len(jobs) + len(rows), perf_counter() - started))
+            del self._owed[: len(owed)]
+            count = len(owed) + len(jobs) + len(rows)
+            self._report(BatchReport(count, perf_counter() - started))
+            jobs = (*owed, *jobs)
         for job, result in zip(jobs, results, strict=True):
             _finish(job.done, result)
         for beat in beats:

@@ -13,6 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from linkcpp.cluster.identity import Identity, load_identity
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.records import ErrorBody
 from linkcpp.common.request_ids import request_id_headers
 from linkcpp.common.text import printable
 from linkcpp.registry.connection import HubConnection, HubError, Renew
@@ -80,9 +81,12 @@ class HubClient(HubConnection):
         """Look at one machine."""
         return await self.call(RegisteredNode, "GET", f"/v1/nodes/{quote(node_id, safe='')}")
 
-    async def revoke_node(self, node_id: str) -> None:
-        """Cut a machine off; it may join again with a new join token."""
-        await self.exchange("DELETE", f"/v1/nodes/{quote(node_id, safe='')}")
+    async def revoke_node(self, node_id: str) -> str | None:
+        """Cut a machine off; it may join again with a new join token.
+
+        Returns what the hub remarks where it could not write that yet.
+        """
+        return await self._take_away(f"/v1/nodes/{quote(node_id, safe='')}")
 
     async def create_edge(self, body: EdgeRequest) -> EdgeOffer:
         """Ask for an edge to a node."""
@@ -127,9 +131,16 @@ class HubClient(HubConnection):
         """List the join tokens."""
         return await self.call(JoinTokenList, "GET", "/v1/join-tokens")
 
-    async def revoke_join_token(self, token_id: str) -> None:
-        """Make a join token useless."""
-        await self.exchange("DELETE", f"/v1/join-tokens/{quote(token_id, safe='')}")
+    async def revoke_join_token(self, token_id: str) -> str | None:
+        """Make a join token useless; returns a remark as ``revoke_node`` does."""
+        return await self._take_away(f"/v1/join-tokens/{quote(token_id, safe='')}")
+
+    async def _take_away(self, path: str) -> str | None:
+        content = await self.exchange("DELETE", path)
+        if not content:
+            return None
+        told = self.service.parse(ErrorBody, content)
+        return printable(" ".join(filter(None, (told.message, told.hint))), 500)
 
     @asynccontextmanager
     async def events(self) -> AsyncIterator[AsyncIterator[HubEvent]]:

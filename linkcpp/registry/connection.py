@@ -44,6 +44,11 @@ class HubRefusedError(HubError):
         """Whether the machine was revoked or never joined, so that trying again is of no use."""
         return self.code in ("revoked", "unknown_machine")
 
+    @property
+    def is_about_time(self) -> bool:
+        """Whether the hub's clock was set while a proof was on its way: the next one is taken."""
+        return self.code in ("proof_used", "proof_out_of_time")
+
 
 # Asks for a new token, given what the hub told of itself; ``time`` is the hub's own clock.
 Renew = Callable[["HubConnection", HubHealth], Awaitable[NodeToken]]
@@ -120,7 +125,13 @@ class HubConnection(AsyncClosing):
                 code="no_token",
             )
         health = await self.health()
-        self._token = await self._renew(self, health)
+        try:
+            self._token = await self._renew(self, health)
+        except HubRefusedError as error:
+            if not error.is_about_time:
+                raise
+            health = await self.health()
+            self._token = await self._renew(self, health)
         left_seconds = self._token.expires_at - health.time
         self._renewed = monotonic()
         self._token_until = self._renewed + max(

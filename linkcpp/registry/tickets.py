@@ -34,13 +34,18 @@ class TicketError(Exception):
 
 
 class NodeClaims(WireRecord):
-    """What a node token says: the hub ``iss`` knows machine ``sub`` in this role until ``exp``."""
+    """What a node token says: the hub ``iss`` knows machine ``sub`` in this role until ``exp``.
+
+    ``joined`` is when it joined, by the hub's clock then: it names that joining, and is compared
+    with nothing else, since clocks are set.
+    """
 
     iss: MachineId
     sub: MachineId
     role: Role
     iat: UnixTime
     exp: UnixTime
+    joined: UnixTime | None = None
     jti: str
 
 

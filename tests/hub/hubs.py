@@ -35,13 +35,17 @@ from linkcpp.registry.records import (
 
 
 class Clock:
-    """The hub's clock, which tests turn forward."""
+    """The hub's clock: tests let time go by (``offset``), or set it (``error``)."""
 
     def __init__(self) -> None:
         self.offset = 0.0
+        self.error = 0.0
 
     def __call__(self) -> float:
-        return time.time() + self.offset
+        return time.time() + self.offset + self.error
+
+    def steady(self) -> float:
+        return time.monotonic() + self.offset
 
 
 class Machine(NamedTuple):
@@ -94,7 +98,7 @@ class RunningHub(NamedTuple):
             name=name,
             signing_key=keys.signing_public,
             edge_key=keys.edge_public,
-            time=self.clock(),
+            time=self.hub.registrar.told_time(),
             nonce=nonce(),
         )
 
@@ -180,7 +184,7 @@ async def running_hub(
     open_calls = open_calls or RateLimit(tries=1000, seconds_per_try=0.001)
     stop = asyncio.Event()
     sockets = listen("127.0.0.1", 0)
-    async with await open_hub(data, database_url, clock=clock) as hub:
+    async with await open_hub(data, database_url, clock=clock, steady=clock.steady) as hub:
         app = create_app(hub, open_calls=open_calls, failures=RateLimit(tries=1000))
         serving = asyncio.create_task(serve_hub(hub, app, sockets, stop))
         url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"

@@ -250,14 +250,14 @@ async def test_a_revocation_and_the_end_of_its_edges_are_one_transaction(
 ) -> None:
     node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
     await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
-    write, seen = hub.hub.writer.write, []
+    take_away, seen = hub.hub.writer.take_away, []
 
-    async def write_and_look(work: Any) -> Any:
-        result = await write(work)
+    async def take_away_and_look(work: Any) -> Any:
+        result = await take_away(work)
         seen.append(await open_rows(hub))
         return result
 
-    monkeypatch.setattr(hub.hub.writer, "write", write_and_look)
+    monkeypatch.setattr(hub.hub.writer, "take_away", take_away_and_look)
     await hub.hub.revoke(backbone.node_id)
     assert seen[0] == 0
 

@@ -55,7 +55,7 @@ def enter_machines(data: Path, database_url: str | None) -> dict[str, str]:
             row = {"signing_key": keys.signing_public, "edge_key": keys.edge_public}
             row |= {"token_id": "", "node_id": node_id, "name": role.value, "role": role.value}
             connection.execute(insert(MACHINES).values(joined_at=now, **row))
-            issued = identity.issue(node_id, role, now=now, lifetime_seconds=3600)
+            issued = identity.issue(node_id, role, now=now, lifetime_seconds=3600, joined_at=now)
             tokens[role.value] = issued.token
     engine.dispose()
     return tokens
