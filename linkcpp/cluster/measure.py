@@ -18,8 +18,8 @@ from linkcpp import __version__
 from linkcpp.cluster.identity import Identity, load_identity
 from linkcpp.cluster.limits import Memory, system_memory, usable_cores
 from linkcpp.cluster.records import NodeDevice, NodeRecord
+from linkcpp.common.cache import read_kept, write_kept
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import cache_folder
 from linkcpp.engine.records import Engine, EngineDevice
 
@@ -180,15 +180,15 @@ def cpu_read_rate() -> float:
         buffer_bytes = min(_BUFFER_BYTES, system_memory().available_bytes // 8)
         known[key] = measure_read_rate(cores, max(buffer_bytes, _SMALLEST_BUFFER_BYTES))
         with contextlib.suppress(LinkcppError):  # a cache that cannot be written is no failure
-            write_atomically(path, json.dumps(known))
+            write_kept(path, json.dumps(known))
     return known[key]
 
 
 def _load_rates(path: Path) -> dict[str, float]:
     try:
-        rates = json.loads(path.read_text())
+        rates = json.loads(read_kept(path) or b"{}")
         return {str(key): float(rate) for key, rate in rates.items() if 0 < float(rate) < math.inf}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError):
         return {}
 
 

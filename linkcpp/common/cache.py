@@ -1,7 +1,11 @@
-"""Folders of a cache: those in use are held, the others go when all take too much room."""
+"""Folders of a cache: those in use are held, the others go when all take too much room.
+
+Small files of a cache carry their own hash: what is damaged counts as absent and is made again.
+"""
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,10 +13,36 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_atomically
 
 _MARK: Final = ".in-use"
 _REMOVED: Final = ".removed-"
 _SHARE_OF_DISK: Final = 0.1
+_SEAL_BYTES: Final = len("sha256 ") + 64 + len("\n")
+
+
+def write_kept(path: Path, content: bytes | str) -> None:
+    """Write a small file of a cache, for ``read_kept``.
+
+    Raises:
+        LinkcppError: it cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    write_atomically(path, _seal(data) + data)
+
+
+def read_kept(path: Path) -> bytes | None:
+    """Read what ``write_kept`` wrote; ``None`` where it is not there, or not what was written."""
+    try:
+        whole = path.read_bytes()
+    except OSError:
+        return None
+    seal, content = whole[:_SEAL_BYTES], whole[_SEAL_BYTES:]
+    return content if seal == _seal(content) else None
+
+
+def _seal(content: bytes) -> bytes:
+    return f"sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
 
 
 def hold_folder(folder: Path) -> BinaryIO:

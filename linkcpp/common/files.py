@@ -19,6 +19,21 @@ _OTHERS: Final = 0o077
 # Of the person who started the program; nothing where it does not keep to its owner.
 _users_umask: Final[list[int]] = []
 
+# Size, time of the last change of the content and of anything, in ns, and number of a file.
+FileState = tuple[int, int, int, int]
+
+
+def file_state(path: Path) -> FileState:
+    """Return what differs as soon as somebody changed a file, without reading it.
+
+    The second time tells of a change even where the first was set back, as ``touch`` can.
+
+    Raises:
+        OSError: it is not there.
+    """
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
 
 def keep_to_owner(folders: Iterable[Path]) -> None:
     """Let nobody else read what this program and those that it starts write from now on.

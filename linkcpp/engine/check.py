@@ -12,8 +12,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from linkcpp import __version__
+from linkcpp.common.cache import read_kept, write_kept
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.files import write_atomically
+from linkcpp.common.files import file_state
 from linkcpp.common.paths import cache_folder
 from linkcpp.common.records import Record
 from linkcpp.common.text import printable
@@ -83,7 +84,7 @@ def check_engine(location: EngineLocation, *, refresh: bool = False) -> Engine:
             return engine
         engine = examine_engine(location)
         if engine.problem is None:
-            write_atomically(stored, _StoredCheck(stamp=stamp, engine=engine).model_dump_json())
+            write_kept(stored, _StoredCheck(stamp=stamp, engine=engine).model_dump_json())
         return engine
 
 
@@ -208,15 +209,14 @@ def _stamp(location: EngineLocation) -> str:
     seen.append(sorted(cpu_flags()))
     for path in files:
         with contextlib.suppress(OSError):
-            status = path.stat()
-            seen.append([str(path), str(path.resolve()), status.st_size, status.st_mtime_ns])
+            seen.append([str(path), str(path.resolve()), *file_state(path)])
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
 def _load(stored: Path, stamp: str, location: EngineLocation) -> Engine | None:
     try:
-        check = _StoredCheck.model_validate_json(stored.read_bytes())
-    except (OSError, ValidationError):
+        check = _StoredCheck.model_validate_json(read_kept(stored) or b"")
+    except ValidationError:
         # Absent, damaged, or of another version: it is made again.
         return None
     if check.stamp != stamp:

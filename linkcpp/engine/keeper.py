@@ -56,7 +56,8 @@ class Log:
         """Append; a full disk costs lines of the log, not the program."""
         with contextlib.suppress(OSError):
             if self._size_bytes + len(data) > self._most_bytes:
-                os.replace(self._path, f"{self._path}.1")  # noqa: PTH105
+                with contextlib.suppress(FileNotFoundError):  # somebody removed it
+                    os.replace(self._path, f"{self._path}.1")  # noqa: PTH105
                 os.close(self._descriptor)
                 self._open()
             os.write(self._descriptor, data)

@@ -145,7 +145,7 @@ class NodeClient(NodeConnection):
     async def wait_slice(
         self, slice_id: SliceId, on_progress: Callable[[SliceRecord], None] | None = None
     ) -> SliceRecord:
-        """Wait until a slice that the node fetches is ready.
+        """Wait until a slice that the node fetches or checks is ready.
 
         Raises:
             NodeRefusedError: ``slice_failed``, with the reason; ``unknown_slice``.
@@ -158,7 +158,7 @@ class NodeClient(NodeConnection):
                 return record
             if record.state is SliceState.FAILED:
                 raise NodeRefusedError(
-                    f"{self.url}: The slice was not fetched: {printable(record.detail or '', 500)}",
+                    f"{self.url}: The slice is not there: {printable(record.detail or '', 500)}",
                     hint="Ask for it again: it goes on from where it was.",
                     code="slice_failed",
                 )

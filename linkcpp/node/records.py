@@ -167,11 +167,15 @@ class SliceRequest(Record):
 
 
 class SliceState(StrEnum):
-    """The life of a slice on a node; a failed one goes on when it is asked for again."""
+    """The life of a slice on a node; a failed one goes on when it is asked for again.
+
+    A slice whose file changed on the disk is checked against its hashes before it is ready again.
+    """
 
     QUEUED = "queued"
     FETCHING = "fetching"
     RECEIVING = "receiving"
+    CHECKING = "checking"
     READY = "ready"
     FAILED = "failed"
 

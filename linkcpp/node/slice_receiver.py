@@ -42,7 +42,8 @@ class Receiver:
 
         Raises:
             RefusedError: more bytes than the file has; a piece with another hash, which is dropped,
-                so that ``received_bytes`` goes back to its start; or the disk is full.
+                so that ``received_bytes`` goes back to its start; the disk is full; or what had
+                come was removed, so that ``received_bytes`` is 0.
         """
         if len(data) > self.file_bytes - self.received_bytes:
             raise RefusedError(
@@ -50,6 +51,7 @@ class Receiver:
             )
         view = memoryview(data)
         with self._open() as target:
+            self._check_there(target)
             while view:
                 piece = self._pieces[self._number]
                 part = view[: self._start + piece.size_bytes - self.received_bytes]
@@ -64,6 +66,18 @@ class Receiver:
         with self._open() as target:
             target.truncate(self.file_bytes)
             os.fsync(target.fileno())
+
+    def _check_there(self, target: FileIO) -> None:
+        if os.fstat(target.fileno()).st_size >= self.received_bytes:
+            return
+        self._number = self._start = self.received_bytes = 0
+        self._hash = hashlib.sha256()
+        raise RefusedError(
+            409,
+            "wrong_offset",
+            "What had come of the slice was removed from the node's disk.",
+            hint="Send it again from byte 0 on.",
+        )
 
     def _close_piece(self, piece: Piece) -> None:
         if self.received_bytes < self._start + piece.size_bytes:
@@ -113,6 +127,7 @@ class Receiver:
             raise LinkcppError(f"The node cannot write the slice: {error.strerror}.") from error
 
     def _open(self) -> FileIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         return FileIO(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNERS_MODE), "r+")
 
 

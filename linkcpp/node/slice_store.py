@@ -5,14 +5,17 @@ import contextlib
 import logging
 import re
 import shutil
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from pathlib import Path
+from typing import Any
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
+from linkcpp.model.slices.checked import is_as_checked, remove_checked
 from linkcpp.model.slices.manifest import Manifest, manifest_path, read_manifest
+from linkcpp.model.slices.verifying import checked_manifest
 from linkcpp.node.limits import RefusedError
 from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
 from linkcpp.node.slice_fetch import Fetch, HubTokens, TooLargeError
@@ -32,7 +35,12 @@ from linkcpp.node.stored_slice import (
 _MOST_SLICES = 1024
 _BATCH_BYTES = 2**20
 _ID = re.compile(r"[0-9a-f]{32}")
-_THERE_OR_FETCHED = (SliceState.READY, SliceState.QUEUED, SliceState.FETCHING)
+_THERE_OR_FETCHED = (
+    SliceState.READY,
+    SliceState.CHECKING,
+    SliceState.QUEUED,
+    SliceState.FETCHING,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +48,8 @@ _log = logging.getLogger(__name__)
 class SliceStore:
     """All slices of a node. Nothing is trusted before its hash was seen to be right.
 
+    A slice whose file was changed since is read again before it is used; one that is gone or
+    damaged counts as failed, so that whoever needs it has it fetched or sends it again.
     ``limit_bytes`` is what the owner gives to slices, ``None`` all that the disk has but a reserve.
     What was unfinished when an agent ended goes on: a fetch by itself, an upload when it is asked
     for. ``hub`` is set where this node joined one.
@@ -53,7 +63,7 @@ class SliceStore:
         self._slices: dict[SliceId, StoredSlice] = {}
         self._room = Room(folder, limit_bytes, self._slices)
         self._fetching = asyncio.Lock()
-        self._fetches: dict[SliceId, asyncio.Task[None]] = {}
+        self._tasks: dict[SliceId, asyncio.Task[None]] = {}
         self._is_closing = False
 
     def load(self) -> None:
@@ -62,14 +72,14 @@ class SliceStore:
             return
         for folder in sorted(self._folder.iterdir()):
             if _ID.fullmatch(folder.name) and folder.is_dir():
-                item = find_slice(folder)
+                item = self._looked_at(find_slice(folder))
                 self._slices[item.slice_id] = item
                 if item.state is SliceState.QUEUED:
                     self._start_fetch(item)
 
     def records(self) -> tuple[SliceRecord, ...]:
         """List the slices."""
-        return tuple(item.record() for item in self._slices.values())
+        return tuple(self._looked_at(item).record() for item in self._slices.values())
 
     def offered_bytes(self) -> int:
         """How large one more slice may be; unused ones give way to it."""
@@ -101,7 +111,7 @@ class SliceStore:
                 "This node has no such slice.",
                 hint="Have it fetched (POST /v1/slices), or send it.",
             )
-        return item
+        return self._looked_at(item)
 
     async def manifest(self, name: SliceId) -> bytes:
         """Return the manifest of a slice that is whole, as JSON.
@@ -138,7 +148,7 @@ class SliceStore:
             RefusedError: there is no room, or it is being sent right now.
         """
         name = slice_id(request.model_digest, request.segments)
-        item = self._slices.get(name)
+        item = self._known(name)
         if item is not None and item.state in _THERE_OR_FETCHED:
             item.touch()
             return item.record()
@@ -162,7 +172,7 @@ class SliceStore:
         pieces = await asyncio.to_thread(file_pieces, manifest)
         if slice_id(manifest.model.digest, manifest_segments(manifest)) != name:
             raise RefusedError(422, "another_slice", "This manifest is of another slice.")
-        known = self._slices.get(name)
+        known = self._known(name)
         if known is not None and known.state is SliceState.READY:
             known.touch()
             return known.record()
@@ -235,7 +245,7 @@ class SliceStore:
             raise _busy()
         async with item.lock:
             item.state, item.detail = SliceState.FAILED, "it is being deleted"
-            task = self._fetches.get(name)
+            task = self._tasks.get(name)
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -243,12 +253,43 @@ class SliceStore:
             del self._slices[name]
 
     async def aclose(self) -> None:
-        """End the fetches; they go on with the next agent."""
+        """End fetches and checks; they go on with the next agent."""
         self._is_closing = True
-        tasks = list(self._fetches.values())
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _known(self, name: SliceId) -> StoredSlice | None:
+        item = self._slices.get(name)
+        return self._looked_at(item) if item is not None else None
+
+    def _looked_at(self, item: StoredSlice) -> StoredSlice:
+        """See whether a slice is what it was when it became ready."""
+        if item.state is SliceState.READY and not is_as_checked(item.path):
+            if item.path.exists():
+                item.state = SliceState.CHECKING
+                self._begin(item, self._check(item))
+            else:
+                _log.warning("the slice %s is gone from the disk", item.slice_id)
+                item.lose("its file is gone from the disk")
+        return item
+
+    async def _check(self, item: StoredSlice) -> None:
+        def go_on(_: int) -> None:
+            if self._is_closing or item.state is not SliceState.CHECKING:
+                raise LinkcppError("The check was given up.")
+
+        try:
+            manifest = await asyncio.to_thread(checked_manifest, item.path, go_on)
+        except LinkcppError as error:
+            if item.state is SliceState.CHECKING:
+                _log.warning("a slice cannot be used: %s", error.message)
+                await asyncio.to_thread(remove_checked, item.path)
+                item.lose(printable(error.message, 500))
+            return
+        item.take_manifest(manifest)
+        self._become_ready(item)
 
     @contextlib.asynccontextmanager
     async def _changing(self, name: SliceId, size_bytes: int) -> AsyncIterator[StoredSlice]:
@@ -275,7 +316,7 @@ class SliceStore:
 
     def _unchanging(self, name: SliceId) -> StoredSlice | None:
         known = self._slices.get(name)
-        if known is not None and (known.lock.locked() or name in self._fetches):
+        if known is not None and (known.lock.locked() or name in self._tasks):
             raise _busy()
         return known
 
@@ -292,9 +333,12 @@ class SliceStore:
 
     def _start_fetch(self, item: StoredSlice) -> None:
         item.state, item.detail = SliceState.QUEUED, None
-        task = asyncio.create_task(self._fetch(item))
-        self._fetches[item.slice_id] = task
-        task.add_done_callback(lambda _: self._fetches.pop(item.slice_id))
+        self._begin(item, self._fetch(item))
+
+    def _begin(self, item: StoredSlice, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks[item.slice_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(item.slice_id))
 
     async def _fetch(self, item: StoredSlice) -> None:
         # One after the other: each may take what the one before it has left.
@@ -351,9 +395,7 @@ class SliceStore:
         try:
             await asyncio.to_thread(finish_files, item, receiver)
         except LinkcppError as error:
-            item.state, item.detail = SliceState.FAILED, error.message
-            item.manifest = item.receiver = None
-            item.received_bytes = 0
+            item.lose(error.message)
             await asyncio.to_thread(item.target.partial.unlink, missing_ok=True)
             raise RefusedError(422, "not_that_slice", error.message, hint=error.hint) from error
         self._become_ready(item)

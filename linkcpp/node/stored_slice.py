@@ -15,10 +15,11 @@ from pydantic import ValidationError
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.model.header import read_header
+from linkcpp.model.slices.checked import note_checked
 from linkcpp.model.slices.layout import read_slice
 from linkcpp.model.slices.manifest import Manifest, manifest_path, read_manifest
 from linkcpp.model.slices.segments import Segment, merge_segments
-from linkcpp.model.slices.target import Target
+from linkcpp.model.slices.target import Target, take_name
 from linkcpp.model.source import FileSource
 from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
 from linkcpp.node.slice_files import manifest_segments, slab_bytes, slice_id
@@ -78,6 +79,12 @@ class StoredSlice:
         self.model_digest = manifest.model.digest
         self.segments = manifest_segments(manifest)
         self.file_bytes = manifest.file_bytes
+
+    def lose(self, detail: str) -> None:
+        """Be a slice of which nothing is there, for this reason."""
+        self.state, self.detail = SliceState.FAILED, detail
+        self.manifest = self.receiver = self.file_bytes = None
+        self.received_bytes = 0
 
     def take_request(self, request: SliceRequest) -> None:
         """Be the slice that is to be fetched."""
@@ -160,9 +167,8 @@ def finish_files(item: StoredSlice, receiver: Receiver) -> None:
     digest = str(header.metadata.get("linkcpp.slice.source_digest"))
     if slice_id(digest, described[0]) != item.slice_id:
         raise LinkcppError("The file that was sent has other experts than its manifest tells.")
-    item.target.partial.replace(item.path)
-    descriptor = os.open(item.folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if item.manifest is not None:
+        # Somebody may have emptied the folder meanwhile.
+        write_atomically(manifest_path(item.path), item.manifest.model_dump_json() + "\n")
+    take_name(item.target)
+    note_checked(item.path)

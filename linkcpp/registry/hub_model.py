@@ -13,9 +13,9 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
+from linkcpp.common.cache import read_kept, write_kept
 from linkcpp.common.closing import Closing
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.files import write_atomically
 from linkcpp.common.records import Record
 from linkcpp.common.request_ids import request_id_headers
 from linkcpp.common.text import printable
@@ -238,10 +238,10 @@ class HubModel(Closing):
         if self._cache is None:
             return fetch()
         path = self._cache / f"{_CACHE_PREFIX}{name}"
-        with contextlib.suppress(OSError):
-            return path.read_bytes()
-        content = fetch()
-        write_atomically(path, content)
+        content = read_kept(path)
+        if content is None:
+            content = fetch()
+            write_kept(path, content)
         return content
 
     def _parsed(self, kind: type[_R], content: bytes) -> _R:

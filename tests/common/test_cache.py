@@ -6,7 +6,13 @@ import sys
 import threading
 from pathlib import Path
 
-from linkcpp.common.cache import allocated_bytes, clean_cache, hold_folder
+from linkcpp.common.cache import (
+    allocated_bytes,
+    clean_cache,
+    hold_folder,
+    read_kept,
+    write_kept,
+)
 
 MEBIBYTE = 2**20
 
@@ -83,3 +89,16 @@ def test_a_removal_that_was_killed_is_completed(tmp_path: Path) -> None:
     (tmp_path / ".removed-a" / "file").write_bytes(b"x")
     assert clean_cache(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_small_file_that_was_damaged_counts_as_absent(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    assert read_kept(path) is None
+    write_kept(path, "content")
+    assert read_kept(path) == b"content"
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert read_kept(path) is None
+        path.write_bytes(whole[:at])
+        assert read_kept(path) is None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from linkcpp.cli.plan import app as plan_verb
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.paths import cache_folder
+from linkcpp.common.paths import cache_folder, data_folder, state_folder
 from linkcpp.engine.records import EngineLocation
 from linkcpp.launch.experts.delivery import Delivery
 from linkcpp.launch.experts.events import SliceSeen
@@ -35,6 +36,7 @@ from linkcpp.registry.hub_places import HubPlace
 from linkcpp.registry.hub_tokens import hub_access
 from tests.launch.expert_plans import memory
 from tests.launch.hub_process import HubProcess, hub_process
+from tests.model.test_slices import flip
 from tests.node.agents import RunningAgent, running_agent
 from tests.node.slices import cut_here, segments
 from tests.support.models import qwen3moe
@@ -250,6 +252,57 @@ async def test_a_near_node_that_joined_nothing_is_named_with_the_way_out(
         await Deliverer(node, None).run(await files_of(location))
     assert f"linkcpp join {hub.url}" in (raised.value.hint or "")
     assert "--model FILE" in (raised.value.hint or "")
+
+
+async def test_what_is_damaged_in_the_cache_is_made_again(location: str, tmp_path: Path) -> None:
+    chosen = segments(*CHOSEN)
+    for place in (str(qwen3moe()), location):
+        files = await files_of(place)
+        made = await files.backbone(lambda *_: None)
+        paths = [made.path, await files.kept_slice(chosen, lambda _: None)]
+        whole = [path.read_bytes() for path in paths]
+        promised = await files.true_manifest(chosen)
+        small = [path for path in cache_folder().rglob("hub-*") if path.is_file()]
+        flip(paths[0], 4000)
+        for path in (paths[1], *small, *files.folder.glob("*.hashes")):
+            flip(path, path.stat().st_size - 40)
+        # The same supervisor after a failure, and the next launch.
+        for users in (files, await files_of(place)):
+            assert await users.backbone(lambda *_: None) == made
+            assert await users.kept_slice(chosen, lambda _: None) == paths[1]
+            assert await users.true_manifest(chosen) == promised
+            assert [path.read_bytes() for path in paths] == whole
+            flip(made.path, 4000)
+
+
+async def test_a_hollow_model_that_was_damaged_is_refused(tmp_path: Path) -> None:
+    with open_model(qwen3moe()) as model:
+        (written,) = write_backbone(model, tmp_path / "hollow.gguf", lambda _: None)
+    files = await files_of(str(written.path))
+    assert (await files.backbone(lambda *_: None)).path == written.path
+    flip(written.path, 4000)
+    with pytest.raises(LinkcppError, match=r"hollow\.gguf is damaged"):
+        await files.backbone(lambda *_: None)
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+async def test_a_slice_that_its_node_lost_is_brought_there_again(
+    is_removed: bool, node: RunningAgent, tmp_path: Path
+) -> None:
+    deliverer = Deliverer(node, None)
+    files = await files_of(str(qwen3moe()))
+    record = await deliverer.run(files)
+    held = node.agent.slices.get(record.slice_id).path
+    if is_removed:
+        shutil.rmtree(data_folder())
+        shutil.rmtree(cache_folder())
+        shutil.rmtree(state_folder())
+    else:
+        flip(held, held.stat().st_size - 40)
+    again = await deliverer.run(files)
+    assert again.state is SliceState.READY
+    assert again.transferred_bytes > record.transferred_bytes
+    assert held.read_bytes() == cut_here(tmp_path, *CHOSEN).path.read_bytes()
 
 
 async def test_a_slice_with_other_weights_than_the_hubs_is_fetched_anew(

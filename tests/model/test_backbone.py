@@ -1,5 +1,6 @@
 """Hollow models: the same header and all but the experts' weights, with holes for these."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from linkcpp.model.inventory import read_inventory
 from linkcpp.model.parts import open_model
 from linkcpp.model.slices.target import Target
 from linkcpp.model.slices.tensors import is_expert_weight
-from linkcpp.model.slices.verifying import verify_file
+from linkcpp.model.slices.verifying import DamagedError, checked_manifest, verify_file
 from linkcpp.model.slices.writing import (
     WrittenFile,
     backbone_paths,
@@ -139,3 +140,27 @@ def test_the_order_of_parts_does_not_matter(tmp_path: Path) -> None:
     last = sorted(model.write(tmp_path).parent.glob("model-*"))[-1]
     written = hollow(last, tmp_path / "b.gguf")
     assert [file.path.read_bytes() for file in written] == emptied(last)
+
+
+def test_a_file_is_read_again_only_where_something_of_it_changed(tmp_path: Path) -> None:
+    (written,) = hollow(qwen3moe(), tmp_path / "b.gguf")
+    path, read = written.path, list[int]()
+    checked_manifest(path, read.append)
+    assert read == []
+    path.touch()
+    checked_manifest(path, read.append)
+    assert sum(read) == written.copied_bytes
+    checked_manifest(path, read.append)
+    assert sum(read) == written.copied_bytes
+
+
+def test_damage_is_found_though_size_and_time_are_what_they_were(tmp_path: Path) -> None:
+    (written,) = hollow(qwen3moe(), tmp_path / "b.gguf")
+    before = written.path.stat()
+    flip(written.path, 5000)
+    os.utime(written.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for _ in range(2):
+        with pytest.raises(DamagedError, match="is damaged: bytes 0 to"):
+            checked_manifest(written.path, lambda _: None)
+    flip(written.path, 5000)
+    checked_manifest(written.path, lambda _: None)

@@ -1,6 +1,7 @@
 """A file that comes in any pieces: whole at the end, or refused at the very slab that is wrong."""
 
 import hashlib
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -80,5 +81,18 @@ def test_a_file_with_something_else_in_it_is_taken_from_its_start(tmp_path: Path
     assert receiver.received_bytes == 0
     receiver.take(b"abcdef")
     assert receiver.is_whole
+    receiver.sync()
+    assert path.read_bytes() == b"abcdef"
+
+
+def test_what_was_removed_in_the_middle_is_asked_for_again(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "file"
+    receiver = Receiver(path, described([b"abc", b"def"]))
+    receiver.take(b"abcd")
+    shutil.rmtree(path.parent)
+    with pytest.raises(RefusedError, match="removed from the node's disk") as error:
+        receiver.take(b"ef")
+    assert error.value.code == "wrong_offset"
+    receiver.take(b"abcdef")
     receiver.sync()
     assert path.read_bytes() == b"abcdef"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import psutil
 import pytest
 
-from linkcpp.common.paths import state_folder
+from linkcpp.common.paths import data_folder, state_folder
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.slices.segments import merge_segments
 from linkcpp.node.agent import AgentOptions
@@ -30,7 +31,7 @@ from linkcpp.node.records import (
 )
 from linkcpp.node.worker_tunnel import WorkerTunnel
 from linkcpp.worker.frames import ErrorCode, FrameError
-from tests.model.test_slices import cut
+from tests.model.test_slices import cut, flip
 from tests.node.agents import MEBIBYTE, RunningAgent, agent_process, running_agent
 from tests.node.slices import cut_here, segments
 from tests.support.memory import peak_bytes
@@ -387,16 +388,28 @@ async def test_a_slice_in_use_is_not_deleted(node: RunningAgent, tmp_path: Path)
     assert (await node.client.slices()).slices == ()
 
 
-async def test_a_damaged_slice_makes_a_worker_fail_with_the_reason(
+async def test_a_slice_that_was_damaged_or_removed_is_not_used_and_can_be_sent_again(
     node: RunningAgent, tmp_path: Path
 ) -> None:
     held = await send(node, tmp_path, (0, 0, 1))
-    node.agent.slices.get(held.slice_id).path.write_bytes(b"GGUF")
-    made = await node.client.create_worker(request(held))
-    with pytest.raises(NodeRefusedError, match=r"slice\.gguf") as error:
-        await node.client.wait_worker(made.worker.worker_id)
-    assert error.value.code == "worker_failed"
-    await node.client.delete_slice(held.slice_id)
+    path = node.agent.slices.get(held.slice_id).path
+    before = path.stat()
+    flip(path, before.st_size - 40)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(NodeRefusedError, match="is checking") as error:
+        await node.client.create_worker(request(held))
+    assert error.value.code == "slice_not_ready"
+    with pytest.raises(NodeRefusedError, match=r"is damaged: expert 1 of blk\.0") as error:
+        await node.client.wait_slice(held.slice_id)
+    assert error.value.code == "slice_failed"
+    await send(node, tmp_path, (0, 0, 1))
+    made = await a_worker(node, held)
+    shutil.rmtree(data_folder())
+    await node.client.delete_worker(made.worker.worker_id)
+    with pytest.raises(NodeRefusedError, match="its file is gone"):
+        await node.client.slice_manifest(held.slice_id)
+    await send(node, tmp_path, (0, 0, 1))
+    await a_worker(node, held)
 
 
 async def test_a_worker_takes_only_so_many_bridges(node: RunningAgent, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ class ExpertsAttempt(Attempt):
         dispatcher, backbone = self._dispatcher, self._backbone
         assert dispatcher is not None and backbone is not None  # noqa: S101 - as above
         slots = self._folder.path / "slots"
-        slots.mkdir(mode=0o700, exist_ok=True)
+        slots.mkdir(mode=0o700, parents=True, exist_ok=True)
         placement = server_arguments(self._plan, {}, experts_at=dispatcher.endpoint)
         await self._run_engine(with_slots(placement, slots), str(backbone.path))
 

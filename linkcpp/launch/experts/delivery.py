@@ -76,12 +76,14 @@ class Delivery:
     async def _is_there(self) -> bool:
         try:
             record = await self._client.slice(self._id)
+            if record.state is SliceState.CHECKING:
+                await self._client.wait_slice(self._id, self._tell)
         except NodeRefusedError as error:
-            if error.code != "unknown_slice":
+            if error.code not in ("unknown_slice", "slice_failed"):
                 raise
             return False
         self._tell(record)
-        if record.state is not SliceState.READY:
+        if record.state not in (SliceState.CHECKING, SliceState.READY):
             return False
         # The same header does not make the same weights.
         true = await self._files.true_manifest(self._segments)

@@ -8,19 +8,22 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from linkcpp.common.cache import clean_cache, hold_folder
+from linkcpp.common.cache import clean_cache, hold_folder, read_kept, write_kept
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import cache_folder
 from linkcpp.launch.experts.opened import opened_model
 from linkcpp.model.parts import is_url
-from linkcpp.model.slices.manifest import FileKind, Manifest, manifest_path, read_manifest
+from linkcpp.model.slices.checked import remove_checked
+from linkcpp.model.slices.manifest import Manifest, manifest_path
 from linkcpp.model.slices.segments import Segment
+from linkcpp.model.slices.verifying import DamagedError, checked_manifest
 from linkcpp.model.slices.writing import backbone_jobs, backbone_paths
 from linkcpp.node.records import SliceId
 from linkcpp.node.slice_files import slice_id
@@ -31,6 +34,8 @@ from linkcpp.worker.store import least_cache_bytes
 
 Report = Callable[[int], None]
 _Result = TypeVar("_Result")
+
+log = logging.getLogger("linkcpp.launch")
 
 
 class _GivenUpError(Exception):
@@ -61,6 +66,7 @@ class ExpertFiles:
             self._is_hollow = opened.is_hollow
             name = hashlib.sha256(json.dumps([self.digest, opened.state]).encode()).hexdigest()[:32]
             self._first_file = files.sources[0].name
+            self._own_paths = [Path(source.name) for source in files.sources]
             self._file_bytes = files.file_bytes
             part_count = len(files.sources)
         self.folder = cache_folder() / "experts" / name
@@ -98,16 +104,18 @@ class ExpertFiles:
         return not self._is_hollow
 
     async def backbone(self, on_progress: Callable[[Backbone, int], None]) -> Backbone:
-        """Return the hollow model, made now if there is none yet.
+        """Return the hollow model, made now if there is none yet, or what there is is damaged.
 
         ``on_progress`` gets it and the bytes that are done.
 
         Raises:
-            LinkcppError: the model cannot be read, or the file not be written.
+            LinkcppError: the model cannot be read, or the file not be written; the model is hollow
+                itself, and damaged.
         """
         if self._is_hollow:
+            await _in_thread(self._check_own)
             return Backbone(Path(self._first_file), self._file_bytes, 0)
-        if self._backbone is None or not self._has_backbone():
+        if self._backbone is None or not await _in_thread(self._has_backbone):
             loop = asyncio.get_running_loop()
 
             def tell(wanted: Backbone, done_bytes: int) -> None:
@@ -116,13 +124,19 @@ class ExpertFiles:
             self._backbone = await _in_thread(partial(self._write_backbone, tell))
         return self._backbone
 
+    def _check_own(self, check: Report) -> None:
+        for path in self._own_paths:
+            # Whoever took the file without its manifest has nothing to hold it to.
+            if manifest_path(path).exists():
+                checked_manifest(path, check)
+
     def _write_backbone(
         self, on_progress: Callable[[Backbone, int], None], check: Report
     ) -> Backbone:
         with opened_model(self._location) as opened:
             copied = sum(job.copied_bytes for job in backbone_jobs(opened.files))
             wanted = Backbone(self._backbone_paths[0], opened.files.file_bytes, copied)
-            if not self._has_backbone():
+            if not self._has_backbone(check):
                 clean_cache(self.folder.parent)
                 done = _Sum(check)
                 opened.write_backbone(
@@ -131,18 +145,18 @@ class ExpertFiles:
                 )
             return wanted
 
-    def _has_backbone(self) -> bool:
+    def _has_backbone(self, check: Report) -> bool:
+        return all(self._is_sound(path, check) for path in self._backbone_paths)
+
+    def _is_sound(self, path: Path, check: Report) -> bool:
+        """Whether a file of the cache can be used; else it is made again in its place."""
         try:
-            manifests = [read_manifest(path) for path in self._backbone_paths]
-            sizes = [path.stat().st_size for path in self._backbone_paths]
-        except (LinkcppError, OSError):
-            return False
-        return all(
-            manifest.kind is FileKind.BACKBONE
-            and manifest.model.digest == self.digest
-            and manifest.file_bytes == size
-            for manifest, size in zip(manifests, sizes, strict=True)
-        )
+            return checked_manifest(path, check).model.digest == self.digest
+        except DamagedError as error:
+            log.warning("%s It is made again.", error.message)
+        except LinkcppError:
+            pass  # there is none, or not all of it
+        return False
 
     async def true_manifest(self, segments: tuple[Segment, ...]) -> Manifest | None:
         """Return the hashes that a slice must have; ``None`` where nobody can tell.
@@ -151,10 +165,12 @@ class ExpertFiles:
             LinkcppError: the model cannot be read, or its hub not be asked.
         """
         if self.full_model is not None:
-            with contextlib.suppress(LinkcppError):
-                return read_manifest(self._slice_path(segments))
-            async with self.slice(segments, lambda _: None) as path:
-                return read_manifest(path)
+            kept = read_kept(self._promise_path(segments))
+            if kept is None:
+                async with self.slice(segments, lambda _: None):
+                    pass
+                kept = read_kept(self._promise_path(segments))
+            return Manifest.model_validate_json(kept) if kept else None
         name = slice_id(self.digest, segments)
         if self.hub_place is not None and name not in self._promised:
             self._promised[name] = await asyncio.to_thread(self._ask_promised, segments)
@@ -166,7 +182,7 @@ class ExpertFiles:
 
     @contextlib.asynccontextmanager
     async def slice(self, segments: tuple[Segment, ...], report: Report) -> AsyncIterator[Path]:
-        """Cut a slice for as long as the block runs; its manifest stays. One at a time of a kind.
+        """Cut a slice for as long as the block runs; its hashes stay. One at a time of a kind.
 
         ``report`` gets the bytes that were just done, from any thread.
 
@@ -176,22 +192,27 @@ class ExpertFiles:
         path = self._slice_path(segments)
         lock = self._locks.setdefault(slice_id(self.digest, segments), asyncio.Lock())
         async with lock:
-            if not path.exists():
-                await self._cut(segments, path, report)
+            await self._see_to(segments, path, report)
+            promise = await asyncio.to_thread(manifest_path(path).read_bytes)
+            await asyncio.to_thread(write_kept, self._promise_path(segments), promise)
             try:
                 yield path
             finally:
-                path.unlink(missing_ok=True)
+                remove_checked(path)
 
     async def kept_slice(self, segments: tuple[Segment, ...], report: Report) -> Path:
         """Cut a slice for a worker on this machine, which stays; raises as ``slice``."""
         path = self.folder / "own" / f"{slice_id(self.digest, segments)}.gguf"
-        if not (path.exists() and manifest_path(path).exists()):
-            await self._cut(segments, path, report)
+        await self._see_to(segments, path, report)
         return path
 
-    async def _cut(self, segments: tuple[Segment, ...], path: Path, report: Report) -> None:
+    async def _see_to(self, segments: tuple[Segment, ...], path: Path, report: Report) -> None:
+        """Have a slice that is sound: the one that is there, or a new one."""
+
         def write(check: Report) -> None:
+            if self._is_sound(path, check):
+                return
+
             def tell(size_bytes: int) -> None:
                 check(size_bytes)
                 report(size_bytes)
@@ -203,6 +224,9 @@ class ExpertFiles:
 
     def _slice_path(self, segments: tuple[Segment, ...]) -> Path:
         return self.folder / f"{slice_id(self.digest, segments)}.gguf"
+
+    def _promise_path(self, segments: tuple[Segment, ...]) -> Path:
+        return self.folder / f"{slice_id(self.digest, segments)}.hashes"
 
 
 class _Sum:

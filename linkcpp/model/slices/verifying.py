@@ -5,8 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
 from linkcpp.model.header import read_header
+from linkcpp.model.slices.checked import (
+    checked_state,
+    forget_checked,
+    is_as_checked,
+    note_checked,
+)
 from linkcpp.model.slices.hashing import Progress, hash_pieces
 from linkcpp.model.slices.layout import read_slice
 from linkcpp.model.slices.manifest import FileKind, Manifest, Slab, listed_slabs, read_manifest
@@ -14,6 +21,10 @@ from linkcpp.model.slices.unit_threads import THREADS
 from linkcpp.model.source import FileSource
 
 _BATCH = 64
+
+
+class DamagedError(LinkcppError):
+    """A file is there, but is not what its manifest describes."""
 
 
 class Verification(Record):
@@ -31,13 +42,52 @@ class Verification(Record):
         """Whether everything is as it was written."""
         return not self.damaged and not self.problems
 
+    @property
+    def summary(self) -> str:
+        """What is wrong, in a clause."""
+        if not self.damaged:
+            return "; ".join(self.problems).rstrip(".")
+        others = f" and {len(self.damaged) - 1} more" if len(self.damaged) > 1 else ""
+        return f"{self.damaged[0]}{others} changed since the file was written"
+
+
+def checked_manifest(path: Path, on_progress: Progress) -> Manifest:
+    """Return the manifest of a slice or backbone that is to be used, and is as it tells.
+
+    The file is read only where it or its manifest changed since it was last seen to be sound.
+
+    Raises:
+        DamagedError: its bytes are others.
+        LinkcppError: the file or its manifest cannot be read.
+    """
+    if not is_as_checked(path):
+        found = verify_file(path, on_progress)
+        if not found.is_sound:
+            raise DamagedError(
+                f"{path} is damaged: {found.summary}.",
+                hint="Copy it again, or slice the model again.",
+            )
+    return read_manifest(path)
+
 
 def verify_file(path: Path, on_progress: Progress) -> Verification:
     """Hash a slice or backbone again and compare it with the manifest next to it.
 
+    Notes what it found, for ``checked_manifest``.
+
     Raises:
         LinkcppError: the file or its manifest cannot be read.
     """
+    state = checked_state(path)
+    found = _verify(path, on_progress)
+    if found.is_sound and state is not None and checked_state(path) == state:
+        note_checked(path, state)
+    else:
+        forget_checked(path)
+    return found
+
+
+def _verify(path: Path, on_progress: Progress) -> Verification:
     manifest = read_manifest(path)
     slabs = list(listed_slabs(manifest))
     damaged: list[str] = []
