@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +11,12 @@ import typer
 
 from linkcpp.cli.log_format import LogFormatOption
 from linkcpp.cli.node_run import check_options, look_at_machine, serve
-from linkcpp.cli.output import console, status_console
+from linkcpp.cli.output import console, status_console, working
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
-from linkcpp.cluster.identity import load_identity
+from linkcpp.cluster.identity import host_name, load_identity
 from linkcpp.cluster.limits import usable_cores
-from linkcpp.cluster.token import ensure_token, token_path
+from linkcpp.cluster.token import find_token, token_path
 from linkcpp.common.logs import LogFormat, choose_format, log_for_people
 from linkcpp.common.service import systemd_unit
 from linkcpp.common.sockets import listen
@@ -24,6 +25,8 @@ from linkcpp.node.agent import AgentOptions, NodeAgent
 from linkcpp.node.alone import only_agent
 
 app = verb(help="Run this machine's node agent.")
+
+_TOKEN_SECONDS = 1.0
 
 
 @app.callback(invoke_without_command=True)
@@ -72,6 +75,9 @@ def node(
 ) -> None:
     """Measure this machine, offer it to the cluster, and run engine processes on request.
 
+    Without a cluster token it waits for one: `linkcpp token create` makes the first, `linkcpp token
+    set` takes over that of another machine.
+
     Every call but the proof of life needs the cluster token, so the agent may listen on all
     interfaces. Engine processes listen on loopback only. While a deployment runs, the offer is
     smaller by what its plan says and by what its rpc-server takes for itself.
@@ -90,7 +96,7 @@ def node(
         slices_limit_bytes=parse_bytes(slices) if slices is not None else None,
     )
     identity = load_identity(name or config.name)
-    token, is_new = ensure_token()
+    token = find_token()
     with contextlib.ExitStack() as stack:
         # Before the checks, which take seconds: these are told at once.
         stack.enter_context(only_agent())
@@ -100,24 +106,28 @@ def node(
         chosen, overhead_bytes = look_at_machine(engine or config.engine)
         check_options(options, chosen, overhead_bytes)
         agent = NodeAgent(
-            token=token,
+            token=token or _wait_for_token(),
             identity=identity,
             engine=chosen,
             options=options,
             overhead_bytes=overhead_bytes,
             core_count=min(threads or usable_cores(), usable_cores()),
         )
-        if is_new:
-            _tell_about_token()
         asyncio.run(serve(agent, sockets, host))
 
 
-def _tell_about_token() -> None:
+def _wait_for_token() -> str:
+    """Return the cluster token as soon as there is one: one of its own nobody else would have."""
     status_console().print(
-        f"Made a new cluster token in {token_path()}. Every machine of the cluster needs the same "
-        "one:\n  linkcpp token --show | ssh OTHER linkcpp token set",
+        "This machine has no cluster token yet and waits for it: run `linkcpp token create` here "
+        f"if it is the first of your machines, else `linkcpp token --show | ssh {host_name()} "
+        "linkcpp token set` on one that has the token.",
         soft_wrap=True,
     )
+    with working(f"waiting for {token_path()}"):
+        while (token := find_token()) is None:
+            time.sleep(_TOKEN_SECONDS)
+    return token
 
 
 def _unit_command() -> list[str]:

@@ -5,11 +5,18 @@ from typing import Annotated
 
 import typer
 
+from linkcpp.cli.output import console
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.token import create_token, load_token, store_token, token_path
 from linkcpp.common.errors import LinkcppError
 
 _LONGEST_INPUT = 4096
+_HOW_TO_SHARE = (
+    "Every machine of the cluster needs the same one. To bring it to another machine:\n"
+    "  linkcpp token --show | ssh OTHER linkcpp token set\n"
+    "or run `linkcpp token set` there and paste what `linkcpp token --show` prints here.\n"
+    "A node that waits for the token goes on by itself."
+)
 
 app = verb(help="Show, make or take over the cluster token.")
 
@@ -28,8 +35,7 @@ def show(
     if show_token:
         typer.echo(token)
         return
-    typer.echo(f"The cluster token is in {token_path()}.")
-    typer.echo(_how_to_share())
+    _say(f"The cluster token is in {token_path()}.", _HOW_TO_SHARE)
 
 
 @app.command()
@@ -40,8 +46,7 @@ def create(
 ) -> None:
     """Make a new random token of 256 bits."""
     create_token(replace=replace)
-    typer.echo(f"Made a new cluster token in {token_path()}.")
-    typer.echo(_how_to_share())
+    _say(f"Made a new cluster token in {token_path()}.", _HOW_TO_SHARE)
 
 
 @app.command(name="set")
@@ -66,12 +71,9 @@ def take_over(
         )
     took_the_place = store_token(text, replace=replace)
     instead = ", in place of another one" if took_the_place else ""
-    typer.echo(f"Stored the cluster token in {token_path()}{instead}.")
+    _say(f"Stored the cluster token in {token_path()}{instead}.")
 
 
-def _how_to_share() -> str:
-    return (
-        "Every machine of the cluster needs the same one. To bring it to another machine:\n"
-        "  linkcpp token --show | ssh OTHER linkcpp token set\n"
-        "or run `linkcpp token set` there and paste what `linkcpp token --show` prints here."
-    )
+def _say(*lines: str) -> None:
+    for line in lines:
+        console().print(line, soft_wrap=True)

@@ -44,17 +44,29 @@ def load_token() -> str:
     Raises:
         LinkcppError: there is no token, other users may read it, or the file holds no token.
     """
+    token = find_token()
+    if token is None:
+        raise LinkcppError(
+            "This machine has no cluster token.",
+            hint="`linkcpp token create` makes the first one; on every other machine "
+            "`linkcpp token set` takes the same one over.",
+        )
+    return token
+
+
+def find_token() -> str | None:
+    """Read the cluster token; ``None`` where this machine has none yet.
+
+    Raises:
+        LinkcppError: other users may read it, or the file holds no token.
+    """
     path = token_path()
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             content = file.read(_LONGEST_FILE_BYTES)
     except FileNotFoundError:
-        raise LinkcppError(
-            "This machine has no cluster token.",
-            hint="`linkcpp token create` makes the first one; on every other machine "
-            "`linkcpp token set` takes the same one over.",
-        ) from None
+        return None
     except OSError as error:
         raise LinkcppError(
             f"The token file {path} cannot be read: {error.strerror or error}.",
@@ -125,12 +137,6 @@ def store_token(text: str, *, replace: bool = False) -> bool:
         )
     write_atomically(path, token + "\n", mode=_MODE)
     return is_other
-
-
-def ensure_token() -> tuple[str, bool]:
-    """Load the token, or make the first one; the flag tells whether it is new."""
-    is_new = write_once(token_path(), secrets.token_urlsafe(32) + "\n", mode=_MODE)
-    return load_token(), is_new
 
 
 def tokens_equal(left: str, right: str) -> bool:

@@ -14,7 +14,7 @@ import psutil
 
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.records import NodeRecord
-from linkcpp.cluster.token import ensure_token
+from linkcpp.cluster.token import create_token, find_token
 from linkcpp.common.sockets import listen
 from linkcpp.engine.records import (
     Engine,
@@ -78,7 +78,7 @@ async def running_agent(
 ) -> AsyncIterator[RunningAgent]:
     """Run an agent in this event loop; afterwards nothing of it may be left."""
     engine = engine_of(location, problem)
-    token, _ = ensure_token()
+    token = find_token() or create_token()
     sockets = listen(host, 0)
     agent = NodeAgent(
         token=token,
@@ -123,7 +123,7 @@ async def agent_process(
     location: EngineLocation, home: Path, *words: str
 ) -> AsyncIterator[AgentProcess]:
     """Run ``linkcpp node`` with folders of its own in ``home``, and the cluster's token."""
-    token, _ = ensure_token()
+    token = find_token() or create_token()
     await asyncio.to_thread(home.mkdir, parents=True, exist_ok=True)
     output = home / "output.txt"
     port = free_port()
