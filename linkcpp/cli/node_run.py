@@ -102,6 +102,8 @@ def _announce(record: NodeRecord, urls: Sequence[str], kept_bytes: int) -> None:
             f"{_deductions(device, record, kept_bytes)}",
             soft_wrap=True,
         )
+    if record.slice_bytes is not None:
+        out.print(f"  has {format_bytes(record.slice_bytes)} of its disk for slices of models")
     if record.memory_limit_bytes is None:
         out.print("  no memory limit: --memory, or memory_limit in config.toml, sets one")
     out.print("  Ctrl-C stops it.")

@@ -47,7 +47,12 @@ class NodeDevice(WireRecord):
 
 
 class NodeRecord(WireRecord):
-    """What a node agent tells of its machine (``GET /v1/node``)."""
+    """What a node agent tells of its machine (``GET /v1/node``).
+
+    ``slice_bytes`` is what slices of models that a deployment brings may take of its disk, within
+    its owner's limit; ``None`` where nothing bounds them. ``server_bytes`` is what every engine
+    process takes of the main memory besides its promise; what the CPU offers leaves one of it out.
+    """
 
     node_id: NodeId
     name: str
@@ -58,6 +63,8 @@ class NodeRecord(WireRecord):
     devices: Annotated[tuple[NodeDevice, ...], Field(max_length=64)]
     engine: EngineFingerprint | None
     engine_problem: EngineProblem | None
+    slice_bytes: ByteCount | None = None
+    server_bytes: ByteCount = 0
 
 
 class Link(WireRecord):

@@ -110,10 +110,14 @@ class NodeAgent:
             promises=self._with_next_overhead(),
         )
         wanted = self._options.devices
-        if wanted is None:
-            return record
-        kept = tuple(device for device in record.devices if device.name in wanted)
-        return record.model_copy(update={"devices": kept})
+        kept = tuple(device for device in record.devices if wanted is None or device.name in wanted)
+        return record.model_copy(
+            update={
+                "devices": kept,
+                "slice_bytes": self.slices.room_bytes(),
+                "server_bytes": self.servers.overhead_bytes,
+            }
+        )
 
     async def _refresh_devices(self) -> None:
         """Ask the engine again what its graphics cards have free, while no server uses them.

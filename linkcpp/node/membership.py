@@ -228,18 +228,19 @@ def has_news(told: NodeState, now: NodeState) -> bool:
 def _memory_changed(told: NodeRecord, now: NodeRecord) -> bool:
     if len(told.devices) != len(now.devices):
         return True
-    return any(
-        abs(new.offered_bytes - old.offered_bytes)
-        > _NOTABLE_MEMORY_SHARE * max(new.offered_bytes, old.offered_bytes)
+    pairs = [
+        (old.offered_bytes, new.offered_bytes)
         for old, new in zip(told.devices, now.devices, strict=True)
-    )
+    ]
+    pairs.append((told.slice_bytes or 0, now.slice_bytes or 0))
+    return any(abs(new - old) > _NOTABLE_MEMORY_SHARE * max(new, old) for old, new in pairs)
 
 
 def _without_memory(record: NodeRecord) -> NodeRecord:
     devices = tuple(
         device.model_copy(update={"offered_bytes": 0, "free_bytes": 0}) for device in record.devices
     )
-    return record.model_copy(update={"devices": devices})
+    return record.model_copy(update={"devices": devices, "slice_bytes": None})
 
 
 def revoked(url: str) -> RevokedError:

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from linkcpp.common.units import format_bytes
@@ -13,7 +13,7 @@ from linkcpp.node.stored_slice import StoredSlice
 # Left free on the disk whatever the owner allows: a full disk stops more than this agent.
 RESERVE_BYTES = 512 * 2**20
 # A slice is not removed for another one so soon after it was used: its worker may just be started.
-KEPT_SECONDS = 600.0
+KEPT_SECONDS = 60.0
 
 _AT_REST = (SliceState.READY, SliceState.FAILED, SliceState.RECEIVING)
 
@@ -47,6 +47,10 @@ class Room:
         """How large one more slice may be."""
         return self._offered_bytes(None)
 
+    def room_bytes(self) -> int:
+        """How much all slices of a deployment may take, once what nobody uses now may go."""
+        return self.free_bytes() + sum(item.received_bytes for _, item in self._at_rest())
+
     def check(self, size_bytes: int, kept: SliceId) -> None:
         """See that so much more fits if all are removed that can be, but ``kept``.
 
@@ -55,13 +59,21 @@ class Room:
         """
         offered = self._offered_bytes(kept)
         if size_bytes > offered:
+            hint = (
+                "Delete slices there, raise the owner's limit (`linkcpp node --slices`), or ask "
+                "for fewer experts."
+            )
+            if size_bytes <= self.room_bytes():
+                hint = (
+                    "A slice that nobody uses may go for it, but not sooner than "
+                    f"{KEPT_SECONDS:.0f} seconds after it was used: ask again then."
+                )
             raise RefusedError(
                 507,
                 "insufficient_storage",
                 f"The slice takes {format_bytes(size_bytes)}, but this node has "
                 f"{format_bytes(offered)} left for slices.",
-                hint="Delete slices there, raise the owner's limit (`linkcpp node --slices`), or "
-                "ask for fewer experts.",
+                hint=hint,
             )
 
     def first_to_go(self, size_bytes: int, kept: SliceId) -> StoredSlice | None:
@@ -77,17 +89,16 @@ class Room:
         return self.free_bytes() + sum(item.received_bytes for item in self._removable(kept))
 
     def _removable(self, kept: SliceId | None) -> list[StoredSlice]:
-        """The slices that nobody uses or changes, least recently used first."""
+        """The slices that may go, least recently used first."""
         before = time.time() - KEPT_SECONDS
-        found = [
-            (item.last_used, item)
-            for item in self._slices.values()
-            if item.state in _AT_REST
-            and item.slice_id != kept
-            and not item.user_count
-            and not item.lock.locked()
-        ]
-        return [item for used, item in sorted(found, key=lambda pair: pair[0]) if used < before]
+        found = sorted(self._at_rest(), key=lambda pair: pair[0])
+        return [item for used, item in found if used < before and item.slice_id != kept]
+
+    def _at_rest(self) -> Iterator[tuple[float, StoredSlice]]:
+        """The slices that nobody uses or changes, each with when it was used last."""
+        for item in self._slices.values():
+            if item.state in _AT_REST and not item.user_count and not item.lock.locked():
+                yield item.last_used, item
 
 
 def _size(item: StoredSlice) -> int:

@@ -85,6 +85,10 @@ class SliceStore:
         """How large one more slice may be; unused ones give way to it."""
         return self._room.offered_bytes()
 
+    def room_bytes(self) -> int:
+        """How much of the disk the slices of a deployment may take; those nobody uses give way."""
+        return self._room.room_bytes()
+
     async def show(self, name: SliceId) -> SliceRecord:
         """Tell how one slice stands; ``received_bytes`` is where an upload goes on.
 

@@ -1,12 +1,12 @@
 """Mode ``experts``: what stays on the coordinator, and what the rest is as a problem to solve."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from linkcpp.cluster.records import Cluster
+from linkcpp.cluster.records import Cluster, NodeId
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import LayerKind, LayerRecord, ModelInventory, TensorRole
 from linkcpp.planning.costs import Costs, loads_next_token_blocks, pipelines_remote_devices
@@ -20,6 +20,8 @@ WORKER_SCRATCH_BYTES = 64 * 2**20
 # The worker's program and its frames, in the system's memory whatever the device is: 70 to 90 MiB
 # and three frames of 32 MiB at most.
 WORKER_PROGRAM_BYTES = 192 * 2**20
+# What a slice takes on its node's disk besides its experts: its header and its manifest's records.
+SLICE_EXTRA_BYTES = 256 * 2**10
 # The virtual device's program and its backing rpc-server, on the coordinator.
 DISPATCH_BYTES = 256 * 2**20
 # What the virtual device itself takes for a layer, on loopback with few workers (see
@@ -174,15 +176,24 @@ def _backbone(costs: Costs, offer: Offer, host: Offer, *, pipelines: bool) -> Ba
 def _holders(
     backbone: Backbone, local: Sequence[Offer], remote: Sequence[Offer]
 ) -> Iterator[Holder]:
-    for offer in (*local, *remote):
+    disk_left: dict[NodeId, int] = {}
+    card_count: Counter[NodeId] = Counter()
+    for offer in (*local, *remote):  # a node's cards come before its CPU
         taken = 0
         if offer.is_host:
             taken = backbone.host_memory.used_bytes
         elif offer == backbone.offer:
             continue
+        elif offer.is_cpu:
+            taken = WORKER_PROGRAM_BYTES * card_count[offer.node_id]
         worker = WORKER_SCRATCH_BYTES + (WORKER_PROGRAM_BYTES if offer.is_cpu else 0)
         room = offer.budget_bytes - taken - worker
+        if offer.slice_bytes is not None:
+            left = disk_left.get(offer.node_id, offer.slice_bytes)
+            room = min(room, left - SLICE_EXTRA_BYTES)
+            disk_left[offer.node_id] = left - max(0, room) - SLICE_EXTRA_BYTES
         if room > 0:
+            card_count[offer.node_id] += not offer.is_cpu
             yield Holder(offer, room, worker, offer.available_bytes - taken)
 
 

@@ -1,7 +1,7 @@
 """What a cluster offers to a plan: devices with a memory budget, a speed and a link."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from linkcpp.cluster.records import Cluster, DiscoveredNode, Link, NodeDevice, NodeId, NodeStatus
 from linkcpp.common.errors import LinkcppError
@@ -26,7 +26,8 @@ class Offer:
     """One device that may hold a window.
 
     ``budget_bytes`` is what is offered less the reserve. ``visit_ms`` is the round trip of one
-    visit, 0 on the coordinator. ``assumed`` names what was not measured.
+    visit, 0 on the coordinator. ``slice_bytes`` is what slices for all devices of the node may take
+    of its disk, ``None`` where nothing bounds them. ``assumed`` names what was not measured.
     """
 
     node_id: NodeId
@@ -39,6 +40,7 @@ class Offer:
     read_bytes_per_second: float
     visit_ms: float = 0.0
     link_bytes_per_second: float | None = None
+    slice_bytes: int | None = None
     assumed: tuple[str, ...] = ()
 
     @property
@@ -135,11 +137,18 @@ def require_minimum(inventory: ModelInventory, cluster: Cluster, options: PlanOp
 
 def _remote(nodes: Iterable[DiscoveredNode], options: PlanOptions) -> Iterator[Offer]:
     for node in nodes:
-        if node.record is None:
+        record = node.record
+        if record is None:
             continue
-        for device in node.record.devices:
+        for device in record.devices:
+            if device.is_cpu:
+                # Engine processes of all other devices take their own part of the main memory.
+                besides = record.server_bytes * (len(record.devices) - 1)
+                left = max(0, device.offered_bytes - besides)
+                device = device.model_copy(update={"offered_bytes": left})  # noqa: PLW2901
             # The agent's name may be shared; discovery's is told apart from others.
-            yield _offer(node.record.node_id, node.name, device, options, link=node.link, far=True)
+            offer = _offer(record.node_id, node.name, device, options, link=node.link, far=True)
+            yield replace(offer, slice_bytes=record.slice_bytes)
 
 
 def _offer(

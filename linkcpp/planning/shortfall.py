@@ -10,7 +10,7 @@ from linkcpp.model.records import ModelInventory
 from linkcpp.planning.assumed import assumed_node, with_coordinator_memory, with_nodes
 from linkcpp.planning.costs import Costs, loads_next_token_blocks, pipelines_remote_devices
 from linkcpp.planning.expert_shortfall import expert_shortfalls
-from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers
+from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers, usable_nodes
 from linkcpp.planning.placing import place
 from linkcpp.planning.planner import can_plan, find_plan
 from linkcpp.planning.records import (
@@ -166,6 +166,7 @@ def _remedies(costs: Costs, cluster: Cluster) -> Iterator[Remedy]:
         changed = options.model_copy(update={"mode": PlanMode.AUTO})
         if fits(changed):
             yield Remedy(text="Use the nodes too: --mode auto.", options=changed)
+    yield from _more_disk(cluster, options, fits)
     yield from _smaller_caches(options, fits)
     if options.parallel > 1:
         slots = _largest(1, options.parallel - 1, lambda n: fits(_with(options, parallel=n)))
@@ -175,6 +176,31 @@ def _remedies(costs: Costs, cluster: Cluster) -> Iterator[Remedy]:
                 options=_with(options, parallel=slots),
             )
     yield from _more_memory(cluster, options, fits)
+
+
+def _more_disk(
+    cluster: Cluster, options: PlanOptions, fits: Callable[[PlanOptions, Cluster], bool]
+) -> Iterator[Remedy]:
+    """Nodes whose disk holds fewer experts than their memory would, where that is what is short."""
+    limited = {
+        node.name: format_bytes(node.record.slice_bytes)
+        for node in usable_nodes(cluster, options.mode)
+        if node.record
+        and node.record.slice_bytes is not None
+        and node.record.slice_bytes < sum(d.offered_bytes for d in node.record.devices)
+    }
+    unlimited = tuple(
+        node.model_copy(update={"record": node.record.model_copy(update={"slice_bytes": None})})
+        if node.record
+        else node
+        for node in cluster.nodes
+    )
+    if limited and fits(options, cluster.model_copy(update={"nodes": unlimited})):
+        names = ", ".join(f"{name} ({size} now)" for name, size in sorted(limited.items()))
+        yield Remedy(
+            text=f"Give slices more of the disk of {names}: `--slices` of `linkcpp node` or "
+            "`linkcpp join` there, or a disk with more room.",
+        )
 
 
 def _smaller_caches(options: PlanOptions, fits: Callable[[PlanOptions], bool]) -> Iterator[Remedy]:

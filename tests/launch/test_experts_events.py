@@ -244,6 +244,10 @@ def test_the_way_out_names_only_what_helps() -> None:
     assert "--model" not in coverage_hint(2, has_experts=True)
     assert "give the whole model as --model" in coverage_hint(2, has_experts=False)
     assert coverage_hint(2, has_experts=True).startswith("Bring those nodes back")
+    limit = "Raise the owner's limit (`linkcpp node --slices`)."
+    told = coverage_hint(1, has_experts=True, hints=[limit, limit])
+    assert told.startswith(f"{limit} Or: plan with --replicas 2, or plan again")
+    assert "Bring" not in told
 
 
 def test_a_node_that_left_is_told_with_the_time_it_left() -> None:

@@ -293,6 +293,14 @@ async def test_slices_stay_within_the_owners_limit(
         assert (await node.client.slices()).offered_bytes == limit
         sent = await node.client.send_slice(first.path)
         assert (await node.client.slices()).offered_bytes == second.file_bytes - 1
+        # A plan may count on what nobody uses: the slice gives way, or serves the same model again.
+        assert (await node.client.node()).slice_bytes == limit
+        node.agent.slices.get(sent.slice_id).user_count = 1
+        assert (await node.client.node()).slice_bytes == second.file_bytes - 1
+        with pytest.raises(NodeRefusedError) as error:
+            await node.client.send_slice(second.path)
+        assert "linkcpp node --slices" in (error.value.hint or "")
+        node.agent.slices.get(sent.slice_id).user_count = 0
         with pytest.raises(NodeRefusedError, match="left for slices") as error:
             await node.client.send_slice(second.path)
         assert error.value.code == "insufficient_storage"

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from linkcpp.cluster.records import Cluster, NodeId, NodeStatus
+from linkcpp.cluster.records import Cluster, DiscoveredNode, NodeId, NodeStatus
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.presets import load_model
 from linkcpp.model.records import LayerKind, ModelInventory, TensorRole
@@ -14,7 +14,7 @@ from linkcpp.planning.backbone import DISPATCH_MS, WORKER_SCRATCH_BYTES, without
 from linkcpp.planning.documents import check_plan_nodes, parse_plan, plan_text
 from linkcpp.planning.expert_copies import MOST_SEGMENTS
 from linkcpp.planning.expert_planner import plan_experts
-from linkcpp.planning.offers import usable_nodes
+from linkcpp.planning.offers import remote_offers, usable_nodes
 from linkcpp.planning.records import Plan, PlanMode, PlanOptions
 from linkcpp.planning.routing_counts import RoutingCounts, parse_counts
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
@@ -335,3 +335,57 @@ def test_a_node_with_another_build_computes_experts_but_no_layers() -> None:
     assert len(usable_nodes(cluster, PlanMode.EXPERTS)) == len(other)
     assert usable_nodes(cluster, PlanMode.LAYERS) == ()
     assert usable_nodes(cluster, PlanMode.AUTO) == ()
+
+
+def with_disk(found: DiscoveredNode, slice_bytes: float) -> DiscoveredNode:
+    assert found.record is not None
+    changes = {"slice_bytes": int(slice_bytes)}
+    return found.model_copy(update={"record": found.record.model_copy(update=changes)})
+
+
+def held_by(plan: Plan, name: str) -> int:
+    return sum(s.memory.weight_bytes for s in plan.expert_shares if s.node_name == name)
+
+
+def test_a_node_gets_no_more_experts_than_its_owner_lets_onto_its_disk() -> None:
+    model = load_model(LARGE)
+    large = device("CPU", 100 * GIGABYTE, 30e9)
+    free = cluster(BARE_BYTES, node("attic", large), node("cellar", large))
+    assert held_by(make_plan(model, free, options()), "attic") > 10 * GIGABYTE
+    attic, cellar = free.nodes
+    narrow = cluster(BARE_BYTES, with_disk(attic, 10 * GIGABYTE), cellar)
+    plan = make_plan(model, narrow, options())
+    assert 0 < held_by(plan, "attic") < 10 * GIGABYTE
+    assert set(holders_of(plan)) == units_of(model)
+    none = cluster(BARE_BYTES, with_disk(attic, 0), cellar)
+    assert held_by(make_plan(model, none, options()), "attic") == 0
+
+
+def test_all_devices_of_a_node_share_its_disk() -> None:
+    cards = [device(f"CUDA{number}", 40 * GIGABYTE, 500e9) for number in range(2)]
+    attic = with_disk(node("attic", *cards, device("CPU", 40 * GIGABYTE, 30e9)), 20 * GIGABYTE)
+    cellar = node("cellar", device("CPU", 100 * GIGABYTE, 30e9))
+    plan = make_plan(load_model(LARGE), cluster(BARE_BYTES, attic, cellar), options())
+    assert 10 * GIGABYTE < held_by(plan, "attic") < 20 * GIGABYTE
+
+
+def test_where_the_disk_is_what_is_short_the_way_out_names_that_limit() -> None:
+    large = device("CPU", 100 * GIGABYTE, 30e9)
+    narrow = cluster(BARE_BYTES, with_disk(node("attic", large), 10_000_000))
+    with pytest.raises(InfeasibleError) as refused:
+        make_plan(load_model(LARGE), narrow, options())
+    hint = refused.value.hint or ""
+    assert hint.startswith("Give slices more of the disk of attic (10.0 MB now): `--slices`")
+
+
+def test_every_engine_process_of_a_node_takes_its_part_of_the_main_memory() -> None:
+    card, cpu = device("CUDA0", GIGABYTE, 500e9), device("CPU", 60 * GIGABYTE, 30e9)
+    found = node("attic", card, cpu)
+    assert found.record is not None
+    record = found.record.model_copy(update={"server_bytes": 90_000_000})
+    found = found.model_copy(update={"record": record})
+    offers = remote_offers(cluster(GIGABYTE, found), options())
+    assert {offer.device: offer.available_bytes for offer in offers} == {
+        "CUDA0": GIGABYTE,
+        "CPU": 60 * GIGABYTE - 90_000_000,
+    }

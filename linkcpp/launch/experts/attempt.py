@@ -27,7 +27,7 @@ from linkcpp.launch.experts.member import Circumstances, Member
 from linkcpp.launch.experts.members import members_of
 from linkcpp.launch.experts.records import ExpertsState
 from linkcpp.launch.experts.watching import watch_dispatcher
-from linkcpp.launch.failing import BrokenError, NeverError, StepRefusedError
+from linkcpp.launch.failing import BrokenError, NeverError, NodeMissingError, StepRefusedError
 from linkcpp.launch.finding import FoundNode, find_node
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.journal import Journal
@@ -158,7 +158,7 @@ class ExpertsAttempt(Attempt):
             *(asyncio.shield(member.first_try) for member in self._members)
         )
         failures = {
-            share.node_name: error.message
+            share.node_name: error
             for share, error in zip(self._plan.expert_shares, outcomes, strict=True)
             if error is not None
         }
@@ -174,11 +174,12 @@ class ExpertsAttempt(Attempt):
             discover=lambda: self._surroundings.advertised_urls(share.node_id),
         )
 
-    async def _see_to_coverage(self, failures: dict[str, str]) -> None:
+    async def _see_to_coverage(self, failures: dict[str, LinkcppError]) -> None:
         """Go on where every expert can be computed; wait until it is so, except at a first try."""
         dispatcher = self._dispatcher
         assert dispatcher is not None and self._files is not None  # noqa: S101 - as above
-        for name, why in sorted(failures.items()):
+        reasons = {name: error.message for name, error in sorted(failures.items())}
+        for name, why in reasons.items():
             self._journal.emit(Noticed(f"{name} does not take part yet: {why.rstrip('.')}"))
         has_told = False
         while not self._experts.has_fallback:
@@ -186,13 +187,19 @@ class ExpertsAttempt(Attempt):
             self._journal.emit(DispatchSeen(status))
             if not status.missing_expert_count:
                 return
-            sentence = uncovered_sentence(status.missing_expert_count, failures)
+            sentence = uncovered_sentence(status.missing_expert_count, reasons)
             if failures and not self.keeps_trying:
                 ids = {s.node_id for s in self._plan.expert_shares if s.node_name in failures}
                 raise StepRefusedError(
                     sentence,
                     hint=coverage_hint(
-                        self._plan.options.replicas, has_experts=self._files.has_experts
+                        self._plan.options.replicas,
+                        has_experts=self._files.has_experts,
+                        hints=[
+                            error.hint
+                            for error in failures.values()
+                            if error.hint and not isinstance(error, NodeMissingError)
+                        ],
                     ),
                     nodes=frozenset(ids),
                 )

@@ -1,6 +1,6 @@
 """What to do next in mode ``experts``, whether it is as planned, and how to say it. Pure."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from datetime import datetime
 
 from linkcpp.common.units import format_bytes
@@ -102,16 +102,28 @@ def uncovered_sentence(missing_count: int, reasons: Mapping[str, str]) -> str:
     return f"{missing_count} experts have no worker ({why or 'no node was planned for them'})."
 
 
-def coverage_hint(replicas: int, *, has_experts: bool) -> str:
-    """Say what helps where some experts have no worker; ``has_experts``: this machine could."""
-    ways = ["Bring those nodes back (`linkcpp node`, or `linkcpp join` for one of a hub)"]
+def coverage_hint(replicas: int, *, has_experts: bool, hints: Sequence[str] = ()) -> str:
+    """Say what helps where some experts have no worker; ``has_experts``: this machine could.
+
+    ``hints`` are what helps with nodes that are there and refuse; without any they are away.
+    """
+    ways = ["bring those nodes back (`linkcpp node`, or `linkcpp join` for one of a hub)"]
+    if hints:
+        ways.clear()
     if replicas < 2:
         ways.append("plan with --replicas 2")
     if has_experts:
         ways.append("plan again without them (`linkcpp plan`)")
     else:
         ways.append("give the whole model as --model, for this machine to compute what is missing")
-    return f"{', '.join(ways[:-1])}, or {ways[-1]}."
+    if hints:
+        return f"{' '.join(dict.fromkeys(hints))} Or: {_either(ways)}."
+    text = _either(ways)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _either(ways: Sequence[str]) -> str:
+    return ", or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
 
 
 def _joined(names: list[str]) -> str:
