@@ -160,10 +160,12 @@ class Keeper:
     def _begin_stop(self) -> None:
         if self._stop_at is None:
             self._stop_at = time.monotonic() + self._grace_seconds
-            self._signal_group(signal.SIGTERM)
-            with contextlib.suppress(ProcessLookupError):
-                # A program that has only just been forked has no group yet.
-                os.kill(self._pid, signal.SIGTERM)
+            # Whoever is stopped hears nothing until it goes on.
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                self._signal_group(number)
+                with contextlib.suppress(ProcessLookupError):
+                    # A program that has only just been forked has no group yet.
+                    os.kill(self._pid, number)
 
     def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -10,12 +10,12 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.engine.process_run import KeptRun, listens_on
+from linkcpp.engine.process_run import KeptRun, listens_on, wait_until_hung
 from linkcpp.engine.process_spec import (
     ProcessSpec,
     ProcessState,
@@ -32,6 +32,7 @@ _WAITING_LINES = 4096
 _POLL_SECONDS = 0.02
 # Where the system does not tell who listens: what a program needs from its words to its socket.
 _SETTLE_SECONDS = 1.0
+_LOOK_SECONDS = 2.0
 _KEEPER_MARGIN_SECONDS = 10.0
 
 _Item = TypeVar("_Item")
@@ -77,6 +78,9 @@ class SupervisedProcess:
     ``on_change`` is called with every new status and ``on_line`` with every line of output, from
     the event loop; they must not block. ``changes`` and ``lines`` give the same as iterators that
     never hold the program up: a slow reader loses the oldest items.
+
+    A program that hangs is ended, as if it had ended by itself (``engine/liveness.py``). ``probe``
+    is as in ``wait_until_hung``: never one that connects to an rpc-server.
     """
 
     def __init__(
@@ -85,8 +89,11 @@ class SupervisedProcess:
         *,
         on_change: Callable[[ProcessStatus], None] | None = None,
         on_line: Callable[[str], None] | None = None,
+        probe: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self.spec = spec
+        self._probe = probe
+        self.complaint: str | None = None
         self._on_change = on_change
         self._on_line = on_line
         self._status = ProcessStatus(state=ProcessState.STARTING)
@@ -248,35 +255,45 @@ class SupervisedProcess:
         except OSError as error:
             return _Ending(f"cannot be started: {error.strerror or error}", False, 0.0)
         following = asyncio.create_task(run.follow())
-        complaint: str | None = None
         try:
-            complaint = await self._watch(run, following)
+            self.complaint = await self._watch(run, following)
         finally:
             run.end()
             await self._outlast(run, following)
-        reason, may_retry = (complaint, True) if complaint else self._explain(run)
+        reason, may_retry = (self.complaint, True) if self.complaint else self._explain(run)
         return _Ending(reason, may_retry, time.monotonic() - began)
 
     async def _watch(self, run: KeptRun, following: "asyncio.Task[None]") -> str | None:
-        """Return at the program's end or when it is to stop; a complaint if it was too slow."""
+        """Return at the program's end or when it is to stop; a complaint if that is the reason."""
         stopping = asyncio.create_task(self._stop_wanted.wait())
         becoming_ready = asyncio.create_task(self._become_ready(run))
+        hanging = asyncio.create_task(self._hang(run))
+        ends: set[asyncio.Future[Any]] = {following, stopping, hanging}
         try:
             done, _ = await asyncio.wait(
-                {following, stopping, becoming_ready},
+                {*ends, becoming_ready},
                 timeout=self.spec.ready_timeout_seconds,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not done:
                 last = f" (its last line: {self._recent[-1]})" if self._recent else ""
                 return f"was not ready within {self.spec.ready_timeout_seconds:g} s{last}"
-            if becoming_ready in done and not (following.done() or stopping.done()):
+            if becoming_ready in done and not ends & done:
                 self._change(ProcessState.READY, pid=run.pid)
-                await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if hanging.done() and not (following.done() or stopping.done()):
+                return f"hung: {hanging.result()}"
             return None
         finally:
-            stopping.cancel()
-            becoming_ready.cancel()
+            for task in (stopping, becoming_ready, hanging):
+                task.cancel()
+
+    async def _hang(self, run: KeptRun) -> str:
+        await run.started.wait()
+        if run.pid is None:
+            await asyncio.Event().wait()
+            raise AssertionError
+        return await wait_until_hung(run.pid, look_seconds=_LOOK_SECONDS, probe=self._probe)
 
     async def _become_ready(self, run: KeptRun) -> None:
         await run.started.wait()

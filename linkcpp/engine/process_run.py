@@ -4,17 +4,22 @@ import asyncio
 import codecs
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Self
 
 import psutil
 
+from linkcpp.engine.liveness import Life, Sight, judge
 from linkcpp.engine.process_spec import ProcessSpec, clean_line
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 14
+# More than the longest time that it takes to call a program hung.
+_MOST_SIGHTS = 256
 # The program sees a terminal, but its output goes to a file; and an abort of ggml would start a
 # debugger, whose words bury the reason.
 _QUIET = {"TERM": "dumb", "NO_COLOR": "1", "GGML_NO_BACKTRACE": "1"}
@@ -97,6 +102,38 @@ class KeptRun:
         """Cut the keeper's life line, so that it stops the program."""
         if self.keeper.stdin is not None:
             self.keeper.stdin.close()
+
+
+async def wait_until_hung(
+    pid: int, *, look_seconds: float, probe: Callable[[], Awaitable[bool]] | None
+) -> str:
+    """Look at a process again and again; return in a clause why it hangs, once it does.
+
+    ``probe`` asks the program something that it answers at once, whatever else it does, and tells
+    whether it did; without one only the system is asked.
+    """
+    sights: deque[Sight] = deque(maxlen=_MOST_SIGHTS)
+    while True:
+        is_silent = probe is not None and not await probe()
+        if (sight := _sight_of(pid, is_silent=is_silent)) is not None:
+            sights.append(sight)
+            verdict = judge(tuple(sights))
+            if verdict.life is Life.HUNG:
+                return verdict.reason
+        await asyncio.sleep(look_seconds)
+
+
+def _sight_of(pid: int, *, is_silent: bool) -> Sight | None:
+    """Return what the system tells of a process; ``None`` where it is gone, or hidden."""
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times = process.cpu_times()
+            is_stopped = process.status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return None
+    used = times.user + times.system
+    return Sight(time.monotonic(), used, is_stopped=is_stopped, is_silent=is_silent)
 
 
 def listens_on(pid: int, port: int) -> bool | None:

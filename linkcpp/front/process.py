@@ -36,6 +36,8 @@ from linkcpp.front.upstream import Upstream
 READY_PATTERN = r"^front ready"
 # llama-server has metrics of its own at /metrics.
 EXPERTS_METRICS_PATH = "/linkcpp/metrics"
+# llama-server's /health does not tell whether the front lives.
+HEALTH_PATH = "/linkcpp/health"
 
 # llama-server computes nothing for these, so they can neither fail nor leave anything behind.
 _WITHOUT_COMPUTING = frozenset(
@@ -84,7 +86,9 @@ class Front:
         path = scope["path"]
         is_let_in = not self._keys or shows_key(scope["headers"], self._keys)
         is_computing = scope["method"] == "POST" and path not in _WITHOUT_COMPUTING
-        if not is_let_in and (is_computing or path == EXPERTS_METRICS_PATH):
+        if path == HEALTH_PATH:
+            await JSONResponse({"status": "ok"})(scope, receive, send)
+        elif not is_let_in and (is_computing or path == EXPERTS_METRICS_PATH):
             await self._refuse(Refusal(401, "Invalid API Key"), scope, receive, send)
         elif path == EXPERTS_METRICS_PATH:
             await self._tell_metrics(scope, receive, send)

@@ -1,5 +1,6 @@
 """llama-server's HTTP API, as far as a supervisor needs it."""
 
+import asyncio
 import json
 import re
 import socket
@@ -13,6 +14,7 @@ from linkcpp.common.sockets import HeldPort, hold_port
 from linkcpp.front.keys import read_api_key
 
 SMOKE_TOKENS = 4
+PROBE_SECONDS = 5.0
 SMOKE_TIMEOUT_SECONDS = 600.0
 _METRIC = re.compile(r"llamacpp:(\w{1,100}) (-?\d[\d.eE+-]{0,40})")
 _METRICS_LIMIT = 2**20
@@ -85,6 +87,27 @@ class ApiClient(AsyncClosing):
             raise LinkcppError(f"llama-server does not tell its metrics: {error}.") from error
         found = _METRIC.finditer(answer.text[:_METRICS_LIMIT])
         return {match[1]: float(match[2]) for match in found}
+
+
+async def answers_http(host: str, port: int, path: str) -> bool:
+    """Whether a server answers, whatever it says; one that does not listen is not silent.
+
+    llama-server answers ``/health`` from a thread of its own while it loads or computes.
+    """
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                head = f"GET {path} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
+                writer.write(head.encode())
+                await reader.read(1)
+            finally:
+                writer.close()
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def told_error(text: str) -> str:

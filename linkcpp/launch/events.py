@@ -147,12 +147,14 @@ def first_state(request: LaunchRequest, *, now: float) -> DeploymentState:
 
 
 def api_url(host: str, port: int) -> str:
-    """Return the address under which this machine itself reaches the API.
+    """Return the address under which this machine itself reaches the API."""
+    name = reachable(host)
+    return f"http://{f'[{name}]' if ':' in name else name}:{port}"
 
-    A wildcard address is no address to connect to, so loopback stands for it.
-    """
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}"
+
+def reachable(host: str) -> str:
+    """Return where this machine connects to what listens on ``host``: not to a wildcard address."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def apply(state: DeploymentState, event: Event, *, now: float) -> DeploymentState:

@@ -1,5 +1,6 @@
 """The front of a deployment, and the port and key by which it alone uses llama-server."""
 
+import functools
 import secrets
 from pathlib import Path
 
@@ -7,8 +8,9 @@ from linkcpp.common.files import write_atomically
 from linkcpp.common.sockets import HeldPort
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.engine.rpc_server import LOOPBACK
-from linkcpp.front.process import READY_PATTERN, FrontConfig
-from linkcpp.launch.api import ApiClient, check_port, hold_api_port
+from linkcpp.front.process import HEALTH_PATH, READY_PATTERN, FrontConfig
+from linkcpp.launch.api import ApiClient, answers_http, check_port, hold_api_port
+from linkcpp.launch.events import reachable
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.programs import Program, start_program
 from linkcpp.launch.records import LaunchRequest
@@ -73,6 +75,9 @@ class Fronting:
             config_path=folder.path / "front.json",
             log_path=folder.front_log,
             ready_pattern=READY_PATTERN,
+            probe=functools.partial(
+                answers_http, reachable(request.host), request.port, HEALTH_PATH
+            ),
         )
 
     def engine_client(self) -> ApiClient:

@@ -1,5 +1,6 @@
 """The stock llama-server of a deployment as a supervised process."""
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec
+from linkcpp.engine.rpc_server import LOOPBACK
 from linkcpp.engine.threads import short_waits
+from linkcpp.launch.api import answers_http
 from linkcpp.launch.enginelog import failure_reason
 from linkcpp.launch.folder import identity_of
 from linkcpp.launch.records import ProcessIdentity
@@ -33,12 +36,13 @@ class LlamaServer:
         library_folders: Iterable[Path],
         log_path: Path,
         on_line: Callable[[str], None],
+        port: int,
         shares_cores: bool = False,
     ) -> "LlamaServer":
         """Start it; returns when the process runs, long before the model is loaded.
 
-        ``on_line`` gets every line that it logs. ``shares_cores``: other engine programs of this
-        machine compute while it waits.
+        ``on_line`` gets every line that it logs; ``port`` is where it will listen on loopback.
+        ``shares_cores``: other engine programs of this machine compute while it waits.
 
         Raises:
             LinkcppError: it cannot be started or ended at once.
@@ -56,7 +60,8 @@ class LlamaServer:
             ready_timeout_seconds=START_SECONDS,
             stop_timeout_seconds=STOP_SECONDS,
         )
-        process = SupervisedProcess(spec, on_line=on_line)
+        probe = functools.partial(answers_http, LOOPBACK, port, "/health")
+        process = SupervisedProcess(spec, on_line=on_line, probe=probe)
         process.start()
         try:
             await process.wait_ready()
@@ -98,5 +103,5 @@ def drop_overrides_from_environment() -> None:
 
 
 def _why_it_ended(process: SupervisedProcess) -> str:
-    reason = failure_reason("\n".join(process.recent_lines))
+    reason = process.complaint or failure_reason("\n".join(process.recent_lines))
     return reason or process.status.detail or "no reason given"

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -43,8 +44,11 @@ async def start_program(
     log_path: Path,
     ready_pattern: str,
     ready_seconds: float = START_SECONDS,
+    probe: Callable[[], Awaitable[bool]] | None = None,
 ) -> Program:
     """Start ``python -m MODULE CONFIG`` and wait until it is ready.
+
+    ``probe`` tells whether it answers; without one a program hangs only where a signal stopped it.
 
     The configuration holds tokens, so it goes through a file that only the owner may read, and is
     removed once the program has read it.
@@ -68,7 +72,7 @@ async def start_program(
         ready_timeout_seconds=ready_seconds,
         stop_timeout_seconds=STOP_SECONDS,
     )
-    process = SupervisedProcess(spec, on_line=take)
+    process = SupervisedProcess(spec, on_line=take, probe=probe)
     process.start()
     try:
         await process.wait_ready()

@@ -188,6 +188,7 @@ class Surroundings:
             library_folders=engine.location.library_folders,
             log_path=self._folder.engine_log,
             on_line=on_line,
+            port=port,
             shares_cores=request.plan.mode is PlanMode.EXPERTS,
         )
 

@@ -111,6 +111,7 @@ async def _running_on(
         library_folders=engine.location.library_folders,
         log_path=log_path,
         on_line=lambda _: None,
+        port=port,
     )
     try:
         url = f"http://{LOOPBACK}:{port}"

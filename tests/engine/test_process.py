@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.engine import liveness
+from linkcpp.engine import process as process_module
 from linkcpp.engine import rpc_server as rpc_server_module
 from linkcpp.engine.process import SupervisedProcess, tail_log
 from linkcpp.engine.process_spec import (
@@ -49,6 +51,50 @@ def is_zombie(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+async def test_a_stopped_program_is_noticed_and_ended_and_whoever_waits_is_told(
+    engine: EngineLocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(liveness, "STOPPED_SECONDS", 0.2)
+    server = await start_rpc_server(engine, device="CPU", log_path=tmp_path / "log", threads=1)
+    assert server.process.pid is not None
+    os.kill(server.process.pid, signal.SIGSTOP)
+    status = await server.process.wait()
+    assert status.state is ProcessState.FAILED
+    assert "hung: a signal stopped it" in (status.detail or "")
+
+
+async def test_a_program_that_answers_nobody_and_does_nothing_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(liveness, "SILENT_SECONDS", 0.3)
+
+    async def is_silent() -> bool:
+        return False
+
+    process = SupervisedProcess(
+        python(tmp_path, "import time; print('go'); time.sleep(600)", ready_pattern="go"),
+        probe=is_silent,
+    )
+    process.start()
+    status = await process.wait()
+    assert status.state is ProcessState.FAILED
+    assert "neither answered nor computed" in (status.detail or "")
+
+
+async def test_a_stopped_program_ends_at_once_when_it_is_told_to(tmp_path: Path) -> None:
+    code = "import time; print('go'); time.sleep(600)"
+    spec = python(tmp_path, code, ready_pattern="go", stop_timeout_seconds=600.0)
+    process = SupervisedProcess(spec)
+    process.start()
+    await process.wait_ready()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    await process.stop()
+    assert process.status.state is ProcessState.STOPPED
 
 
 async def test_an_rpc_server_gets_ready_and_serves(engine: EngineLocation, tmp_path: Path) -> None:

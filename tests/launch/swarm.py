@@ -140,7 +140,7 @@ class Swarm:
     def plan(self, model: Path, *options: str, mode: str = "layers") -> Path:
         """Plan a model over all agents; the coordinator takes little, so that the nodes must."""
         path = self.folder / f"plan-{model.stem}-{len(list(self.folder.glob('plan-*')))}.json"
-        memory = str(read_inventory(model).embedding_bytes + 64 * 2**20)
+        memory = f"{read_inventory(model).embedding_bytes + 64 * 2**20}B"
         words = ["plan", "--model", str(model), "--mode", mode, "--context", "1024", "--no-mdns"]
         if mode == "layers":
             words += ["--memory", memory, "--min-nodes", str(len(self.agents))]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.launch.expert_plans import HERE, experts_plan
@@ -131,13 +132,49 @@ def test_a_node_killed_while_tokens_flow_changes_no_bit_and_is_used_again(
     assert state["experts"]["dispatch"]["failed_call_count"] == 0
 
 
+def _stop_one(processes: list[psutil.Process], word: str) -> None:
+    """Stop the one program that has a word in its command line, as no program can refuse."""
+    found = [process for process in processes if word in " ".join(process.cmdline())]
+    # A keeper has its program's words behind its own.
+    (program,) = [process for process in found if "keeper.py" not in str(process.cmdline())]
+    program.suspend()
+
+
+def test_a_hung_worker_and_a_hung_rpc_server_of_nodes_are_started_again(
+    experts: Experts, url: str
+) -> None:
+    nodes = {"attic": "linkcpp.worker", "garage": "ggml-rpc-server"}
+    before = {node: experts.worker(node)["start_count"] for node in nodes}
+
+    def hang() -> None:
+        for node, word in nodes.items():
+            _stop_one(experts.swarm.agents[node].children(), word)
+
+    assert experts.complete_while(url, hang) == experts.reference
+    for node in nodes:
+        wait_until(lambda node=node: experts.worker(node)["start_count"] > before[node])  # type: ignore[misc]
+        wait_until(lambda node=node: experts.worker(node)["is_linked"])  # type: ignore[misc]
+    hung = [text for text in experts.notices() if "hung: a signal stopped it" in text]
+    assert {node for node in nodes if any(node in text for text in hung)} == set(nodes)
+    assert tokens(url, count=COUNT) == experts.reference
+    assert experts.state()["restart_count"] == 0
+
+
+def test_a_hung_front_is_started_again(experts: Experts, url: str) -> None:
+    _stop_one(experts.swarm.processes(), "linkcpp.front")
+    wait_until(lambda: experts.state()["restart_count"] == 1)
+    wait_until(lambda: experts.state()["phase"] == "ready")
+    assert any("the front hung: a signal stopped it" in text for text in experts.notices())
+    assert tokens(url, count=COUNT) == experts.reference
+
+
 def test_only_the_end_of_the_dispatch_process_starts_the_deployment_again(
     experts: Experts, url: str
 ) -> None:
     ours = experts.swarm.processes()
     dispatch = next(p for p in ours if "linkcpp.dispatch" in p.cmdline())
     dispatch.kill()
-    wait_until(lambda: experts.state()["restart_count"] == 1)
+    wait_until(lambda: experts.state()["restart_count"] == 2)
     wait_until(lambda: experts.state()["phase"] == "ready")
     assert any("dispatch process" in text for text in experts.notices())
     assert tokens(url, count=COUNT) == experts.reference

@@ -4,6 +4,7 @@ import json
 import secrets
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,32 @@ def test_a_llama_server_that_dies_alone_is_started_again_on_the_same_plan(
         stage["node_id"] for stage in before["stages"]
     ]
     assert any("llama-server stopped" in notice["text"] for notice in after["notices"])
+    assert httpx.get(f"{attached[1]}/health", timeout=5).status_code == httpx.codes.OK
+
+
+def test_a_hung_llama_server_is_noticed_and_started_again(
+    pair: Swarm, attached: "tuple[subprocess.Popen[bytes], str]"
+) -> None:
+    before = pair.status("service")["state"]
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        body = {"prompt": "Hello", "n_predict": 900, "ignore_eos": True}
+        answers.append(httpx.post(f"{attached[1]}/completion", json=body, timeout=120))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    engine = psutil.Process(before["llama_server"]["pid"])
+    used = engine.cpu_times().user
+    wait_until(lambda: engine.cpu_times().user > used)
+    engine.suspend()
+    wait_until(lambda: pair.status("service")["state"]["restart_count"] > before["restart_count"])
+    asking.join()
+    # Whoever waited is told, and does not wait for ever.
+    assert answers[0].status_code >= httpx.codes.INTERNAL_SERVER_ERROR
+    wait_until(lambda: pair.status("service")["condition"] == "running")
+    notices = [notice["text"] for notice in pair.status("service")["state"]["notices"]]
+    assert any("llama-server stopped (hung: a signal stopped it" in text for text in notices)
     assert httpx.get(f"{attached[1]}/health", timeout=5).status_code == httpx.codes.OK
 
 

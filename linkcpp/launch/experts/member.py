@@ -36,6 +36,9 @@ FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 10.0
 LINK_SECONDS = 60.0
 LINK_POLL_SECONDS = 0.1
+# A link that fails opens again within seconds where the worker lives.
+UNLINKED_SECONDS = 60.0
+UNLINKED_POLL_SECONDS = 2.0
 
 Find = Callable[[ExpertShare], Coroutine[Any, Any, FoundNode]]
 
@@ -155,6 +158,23 @@ class Member(ABC):
                 self._emit(DispatchSeen(await dispatcher.status()))
                 await dispatcher.remove(name)
 
+    async def _hang(self) -> str:
+        """Wait until a worker that runs has answered nothing for long; returns that in a clause.
+
+        One whose rows were refused does answer.
+        """
+        since: float | None = None
+        while True:
+            await asyncio.sleep(UNLINKED_POLL_SECONDS)
+            worker = self._around.experts().workers[self._index]
+            if worker.is_linked or worker.link == "refused":
+                since = None
+                continue
+            since = since or time.monotonic()
+            if (seconds := time.monotonic() - since) > UNLINKED_SECONDS:
+                why = worker.link_detail or "no link"
+                return f"it hung: it has answered nothing for {seconds:.0f} s ({why})"
+
     def _holder_name(self) -> str:
         started = self._around.experts().workers[self._index].start_count + 1
         return holder_name(self._share.node_name, self._index, started)
@@ -178,3 +198,15 @@ class Member(ABC):
             if time.monotonic() > give_up_at or linking.has_ended():
                 raise LinkcppError(f"{self._share.node_name} cannot be linked to: {worker.detail}.")
             await asyncio.sleep(LINK_POLL_SECONDS)
+
+
+async def first_result(*ways: Coroutine[Any, Any, str]) -> str:
+    """Return what comes first, and give the others up."""
+    tasks = [asyncio.create_task(way) for way in ways]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,11 +3,16 @@
 from linkcpp.cluster.limits import usable_cores
 from linkcpp.common.errors import LinkcppError
 from linkcpp.dispatch.control import NewServer
-from linkcpp.engine.rpc_server import start_rpc_server
-from linkcpp.launch.experts.member import LINK_SECONDS, Linking, Member
+from linkcpp.engine.rpc_server import RunningRpcServer, start_rpc_server
+from linkcpp.launch.experts.member import LINK_SECONDS, Linking, Member, first_result
 from linkcpp.launch.experts.records import WorkerPhase
 
 _SLOWEST_LOAD_BYTES_PER_SECOND = 20e6
+
+
+async def _end_of(server: RunningRpcServer) -> str:
+    status = await server.process.wait()
+    return f"its rpc-server {status.detail or 'stopped'}"
 
 
 class OwnMember(Member):
@@ -42,7 +47,6 @@ class OwnMember(Member):
             load_seconds = LINK_SECONDS + weight_bytes / _SLOWEST_LOAD_BYTES_PER_SECOND
             linking = Linking(load_seconds, has_ended=lambda: server.process.status.state.is_final)
             async with self._joined(holder, None, weight_bytes, linking):
-                status = await server.process.wait()
-                return f"its rpc-server {status.detail or 'stopped'}"
+                return await first_result(_end_of(server), self._hang())
         finally:
             await server.process.stop()

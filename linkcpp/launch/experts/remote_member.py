@@ -10,7 +10,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.dispatch.control import NewWorker as WorkerLink
 from linkcpp.launch.experts.delivery import Delivery
 from linkcpp.launch.experts.events import WorkerFound
-from linkcpp.launch.experts.member import Member
+from linkcpp.launch.experts.member import Member, first_result
 from linkcpp.launch.experts.records import WorkerPhase
 from linkcpp.launch.finding import FoundNode
 from linkcpp.launch.watch import RENEW_SECONDS
@@ -85,7 +85,7 @@ class RemoteMember(Member):
 
     async def _watch(self, node: FoundNode, worker_id: WorkerId, tunnel: WorkerTunnel) -> str:
         """Renew the lease; returns why the worker, or the way to it, is gone."""
-        gone = asyncio.create_task(tunnel.wait_gone())
+        gone = asyncio.create_task(first_result(tunnel.wait_gone(), self._hang()))
         try:
             silent_since: float | None = None
             renew_at = time.monotonic()
