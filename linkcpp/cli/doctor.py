@@ -1,15 +1,20 @@
 """``linkcpp doctor``: what is here, what is missing, what to do about it."""
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from linkcpp.cli.hub_access import data_folder_of
 from linkcpp.cli.output import console, print_json, working
 from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
-from linkcpp.node.diagnosis import Diagnosis, Verdict
+from linkcpp.hub.weights.catalogue import Catalogue, Entry, models_folder
+from linkcpp.hub.weights.verifying import problem_with
+from linkcpp.node.diagnosis import Diagnosis, Observation, Verdict
 from linkcpp.node.selfcheck import examine
+from linkcpp.node.selfcheck_files import look_at_files, summed_up
 
 app = verb(help="Look at this machine: what is here, what is missing, what to do.")
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
@@ -17,6 +22,15 @@ _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"
 
 @app.callback(invoke_without_command=True)
 def doctor(
+    *,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep",
+            help="Also read all that is kept of models here, and hold it to its hashes. It takes "
+            "as long as the disk needs.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Look at Python, folders, engines, memory, token, network and node agent of this machine.
@@ -25,12 +39,37 @@ def doctor(
     """
     with working("looking") as say:
         diagnosis = examine(on_step=lambda step: say(f"looking at {step}"))
+        if deep:
+            found = [
+                *look_at_files(on_step=lambda step: say(f"reading {step}")),
+                *_look_at_models(lambda step: say(f"reading {step}")),
+            ]
+            diagnosis = Diagnosis(observations=(*diagnosis.observations, *found))
     if as_json:
         print_json({**diagnosis.model_dump(mode="json"), "has_failure": diagnosis.has_failure})
     else:
         _print_diagnosis(diagnosis)
     if diagnosis.has_failure:
         raise typer.Exit(2)
+
+
+def _look_at_models(on_step: Callable[[str], None]) -> list[Observation]:
+    catalogue = Catalogue(models_folder(data_folder_of(None)))
+
+    def look(entry: Entry) -> tuple[int, Observation | None]:
+        on_step(f"the hub's model {entry.model.name}")
+        problem = problem_with(catalogue, entry, lambda _: None)
+        if problem is None:
+            return entry.model.file_bytes, None
+        return 0, Observation(
+            subject="hub's model",
+            verdict=Verdict.WARN,
+            detail=f"{entry.model.name}: {problem}",
+            hint=f"`linkcpp hub models remove {entry.model.name}`, and add it again from files "
+            "that are sound.",
+        )
+
+    return summed_up("hub's models", map(look, catalogue.entries()))
 
 
 def _print_diagnosis(diagnosis: Diagnosis) -> None:

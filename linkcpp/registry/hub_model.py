@@ -232,6 +232,12 @@ class HubModel(Closing):
             f"{self.record.manifest_digest[:16]}-manifest-{which}",
             lambda: self._whole(f"/{path}", MAXIMUM_MANIFEST_BYTES),
         )
+        if not what and hashlib.sha256(content).hexdigest() != self.record.manifest_digest:
+            self.forget()
+            raise LinkcppError(
+                f"The manifest of {self.record.name} that came from the hub is damaged.",
+                hint="Have the hub's owner remove the model and add it again.",
+            )
         return self._parsed(kind, content)
 
     def _kept(self, name: str, fetch: Callable[[], bytes]) -> bytes:

@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,14 +15,19 @@ from typer.testing import CliRunner
 
 from linkcpp.cli.doctor import app
 from linkcpp.cluster.token import create_token, token_path
-from linkcpp.common.paths import config_folder
+from linkcpp.common.paths import cache_folder, config_folder, data_folder
 from linkcpp.engine import binaries
 from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
+from linkcpp.model.slices.checked import is_as_checked, note_checked
 from linkcpp.node.diagnosis import Verdict
 from linkcpp.node.selfcheck import judge_engines, look_at_folders
 from linkcpp.node.selfcheck_network import look_at_agent
 from linkcpp.registry.credentials import save_credentials
+from tests.hub.weights.test_adding import hub_models
+from tests.model.test_backbone import hollow
+from tests.model.test_slices import cut, flip
 from tests.registry.test_credentials import credentials
+from tests.support.models import qwen3moe
 
 _LOCATION = EngineLocation(llama_server=Path("/e/llama-server"), rpc_server=None, found_by="test")
 _BROKEN = Engine(
@@ -43,10 +49,37 @@ def only_the_stock_engine(
     monkeypatch.delenv("LINKCPP_ENGINE", raising=False)
 
 
-def _examine() -> tuple[int, dict[str, dict[str, str]]]:
-    result = CliRunner().invoke(app, ["--json"])
+def _examine(*words: str) -> tuple[int, dict[str, dict[str, str]]]:
+    result = CliRunner().invoke(app, ["--json", *words])
     observations = json.loads(result.stdout)["observations"]
     return result.exit_code, {item["subject"]: item for item in observations}
+
+
+def test_a_deep_look_reads_all_that_is_kept_of_models(tmp_path: Path) -> None:
+    slice_path = data_folder() / "slices" / ("0" * 32) / "slice.gguf"
+    hollow_path = cache_folder() / "experts" / "some" / "backbone.gguf"
+    slice_path.parent.mkdir(parents=True)
+    cut(qwen3moe(), slice_path, "0:0-3")
+    hollow(qwen3moe(), hollow_path)
+    model = Path(shutil.copy(qwen3moe(), tmp_path))
+    hub = data_folder() / "hub"
+    for words in ((str(model), "--name", "here"), (str(model), "--name", "copied", "--copy")):
+        hub_models(hub, "add", *words)
+    told = _examine("--deep")[1]
+    assert told["slices and backbones"]["detail"].startswith("all 2 are as they were written")
+    assert told["hub's models"]["detail"].startswith("all 2 are")
+    # A disk tells nothing of what it lost by itself.
+    for path in (slice_path, model):
+        before = path.stat()
+        flip(path, before.st_size - 40)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    note_checked(slice_path)
+    code, told = _examine("--deep")
+    assert code == 0
+    assert f"{slice_path}: expert 3 of blk.0" in told["damaged file"]["detail"]
+    assert told["hub's model"]["detail"].startswith("here: Its files have other bytes")
+    assert not is_as_checked(slice_path)
+    assert is_as_checked(hollow_path)
 
 
 def test_a_machine_with_engine_and_token_is_fine() -> None:

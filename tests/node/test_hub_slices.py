@@ -77,7 +77,7 @@ async def test_a_node_takes_its_slice_from_the_hub_and_nothing_else(
     )
     # Neither the token nor anything else of the fetching stays.
     left = sorted(path.name for path in file_of(record.slice_id).parent.iterdir())
-    assert left == ["slice.gguf", "slice.gguf.manifest.json"]
+    assert left == [".slice.gguf.checked", "slice.gguf", "slice.gguf.manifest.json"]
 
 
 async def test_a_killed_fetch_goes_on_and_takes_nothing_twice(

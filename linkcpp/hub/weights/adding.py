@@ -3,7 +3,7 @@
 import contextlib
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -106,7 +106,7 @@ def _hash_and_commit(
     bar: Bar,
 ) -> Entry:
     with bar("hashing", sum(unit.size_bytes for unit in plan.units)) as on_progress:
-        digests = _hash(files, plan, journal, on_progress)
+        digests = hash_units(files, plan, journal.done, journal.note, on_progress)
     manifest = model_manifest(files, plan, digests, model_origin(files))
     local = _local_files(files, wanted)
     entry = Entry(model=_record(wanted, files, manifest, has_weights=bool(local)), files=local)
@@ -118,14 +118,24 @@ def _hash_and_commit(
     return entry
 
 
-def _hash(
-    files: ModelFiles, plan: HashPlan, journal: Journal, on_progress: Progress
+def hash_units(
+    files: ModelFiles,
+    plan: HashPlan,
+    done: Mapping[int, list[str]],
+    note: Callable[[int, list[str]], None],
+    on_progress: Progress,
 ) -> list[list[str]]:
-    """Hash all units; what the journal has was read from files in this very state."""
+    """Hash all units of a model but those ``done``, which files in this very state had.
+
+    ``note`` gets each unit that was hashed now.
+
+    Raises:
+        LinkcppError: a file cannot be read.
+    """
     units = plan.units
     digests = {
         number: found
-        for number, found in journal.done.items()
+        for number, found in done.items()
         if number < len(units) and len(found) == len(units[number].piece_sizes)
     }
     missing = [number for number in range(len(units)) if number not in digests]
@@ -134,12 +144,12 @@ def _hash(
     def hash_unit(index: int, check_alive: Callable[[], None]) -> tuple[int, list[str]]:
         unit = units[missing[index]]
 
-        def note(part: memoryview) -> None:
+        def count(part: memoryview) -> None:
             check_alive()
             on_progress(len(part))
 
         parts = files.sources[unit.file].stream(unit.source_offset_bytes, unit.size_bytes)
-        return missing[index], list(hash_pieces(parts, unit.piece_sizes, note))
+        return missing[index], list(hash_pieces(parts, unit.piece_sizes, count))
 
     @contextlib.contextmanager
     def worker() -> Iterator[Work[tuple[int, list[str]]]]:
@@ -148,7 +158,7 @@ def _hash(
     with UnitThreads(len(missing), worker) as results:
         for number, found in results:
             digests[number] = found
-            journal.note(number, found)
+            note(number, found)
     return [digests[number] for number in range(len(units))]
 
 

@@ -164,7 +164,10 @@ class Library:
             source = HeaderBytes(name, _read_bytes(path, name), part.file_bytes)
             sources.append(source)
             headers.append(read_header(source))
-        return _Loaded(entry, ModelFiles(tuple(sources), tuple(headers), ExitStack()), manifest)
+        files = ModelFiles(tuple(sources), tuple(headers), ExitStack())
+        if files.digest != entry.model.digest:
+            raise HubProblem(409, "damaged_model", f"A header of {name} is damaged.")
+        return _Loaded(entry, files, manifest)
 
 
 class _Recent(Generic[_K, _V]):
