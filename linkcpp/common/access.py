@@ -4,7 +4,6 @@ Plain ASGI, so that a stranger reaches no parser of ours and no body is read for
 """
 
 import asyncio
-import ipaddress
 from collections import OrderedDict
 from collections.abc import Callable
 from time import monotonic
@@ -14,7 +13,11 @@ from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from linkcpp.common.callers import network_of
 from linkcpp.common.records import ErrorBody
+
+# Under this name the server leaves in a request's state how it is told.
+LET_IN = "let_in"
 
 
 def peer_of(call: HTTPConnection) -> str:
@@ -48,7 +51,7 @@ class RateLimit:
 
     def take(self, host: str) -> float | None:
         """Count a call; return how many seconds to wait where there were too many."""
-        key = _network(host)
+        key = network_of(host)
         now = self._clock()
         left, when = self._buckets.pop(key, (float(self._tries), now))
         left = min(self._tries, left + (now - when) / self._seconds_per_try)
@@ -57,6 +60,13 @@ class RateLimit:
         while len(self._buckets) > self._most:
             self._buckets.popitem(last=False)
         return (1 - left) * self._seconds_per_try if is_over else None
+
+
+def let_in(scope: Scope) -> None:
+    """Tell the server that a request showed a token: its connection is no stranger's any more."""
+    tell = scope.get("state", {}).get(LET_IN)
+    if tell is not None:
+        tell()
 
 
 async def refuse(
@@ -119,15 +129,3 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return parts.pop() if parts else await receive()
 
     return next_message
-
-
-def _network(host: str) -> str:
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
-        return str(ipaddress.IPv6Network((address, 64), strict=False))
-    return str(address)

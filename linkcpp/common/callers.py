@@ -25,9 +25,15 @@ def caller(peer: str, headers: Headers) -> str:
         told = [value for name, value in headers if name == b"x-forwarded-for"]
         last = told[-1].rpartition(b",")[2].strip().decode("latin-1") if told else peer
         address = _parse(last) or address
+    return network_of(str(address))
+
+
+def network_of(host: str) -> str:
+    """Return what limits count an address by: itself, or the IPv6 network that one host owns."""
+    address = _parse(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         return str(ipaddress.ip_network((address, _IPV6_SITE_BITS), strict=False))
-    return str(address)
+    return host if address is None else str(address)
 
 
 def is_this_machine(peer: str, headers: Headers) -> bool:

@@ -1,45 +1,114 @@
 """The HTTP server under every service: uvicorn with deadlines and bounds for strangers.
 
 uvicorn gives a client any time to send its headers; here a connection that does not bring a whole
-request head in time is dropped, and so are connections beyond a bound.
+request head in time is dropped. Beyond a bound on connections the oldest unfinished ones of whoever
+has the most go, so that those who have a token find room (``linkcpp.common.strangers``).
 """
 
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from typing import ClassVar, cast
+from weakref import WeakKeyDictionary
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
+from linkcpp.common.access import LET_IN
+from linkcpp.common.descriptors import is_near_descriptor_limit, raise_descriptor_limit
 from linkcpp.common.records import ErrorBody
 from linkcpp.common.request_ids import REQUEST_ID_HEADER, choose_request_id
 from linkcpp.common.request_log import note_refusal, request_id_of
 from linkcpp.common.sockets import tune_transport
+from linkcpp.common.strangers import Room, Visitor, who_makes_room
 
 HEAD_DEADLINE_SECONDS = 10.0
 MAX_HEAD_BYTES = 16 * 1024
 IDLE_SECONDS = 15
-MAX_CONNECTIONS = 512
+MAX_CONNECTIONS = 2048
+MAX_STRANGERS = 256
+NEWCOMER_SECONDS = 1.0
+# For what the process opens besides connections. A relay leaves more, so that the calls of the
+# application have room beside it.
+SPARE_DESCRIPTORS = 64
+# One address that nobody shares may have one in so many of the strangers' connections.
+STRANGERS_SHARE = 4
+
+
+_strangers: WeakKeyDictionary[ServerState, "set[BoundedHttpProtocol]"] = WeakKeyDictionary()
+_numbers = count()
 
 
 class BoundedHttpProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 with a deadline for each request head, and a bound on connections."""
+    """uvicorn's HTTP/1.1 with a deadline for each request head, and bounds on connections.
+
+    Strangers are those of whom the application has not said that they may come in
+    (``linkcpp.common.access.let_in``). Beyond ``most_strangers`` a newcomer has a moment to show
+    what it has, and then another one goes for it. WebSockets are for the application to bound.
+    """
 
     most_connections: ClassVar[int] = MAX_CONNECTIONS
+    most_strangers: ClassVar[int] = MAX_STRANGERS
     _head_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection, or drop it where there are too many."""
+        """Take a connection; where there are too many, another one goes."""
+        self.app_state = {**self.app_state, LET_IN: self._is_let_in}
         super().connection_made(transport)
         tune_transport(transport)
-        if len(self.connections) > self.most_connections:
-            transport.abort()
-            return
+        self._number = next(_numbers)
+        self._strangers = _strangers.setdefault(self.server_state, set())
+        self._strangers.add(self)
         self._start_deadline()
+        if self._is_full():
+            self._make_room_at_once()
+        elif len(self._strangers) > self.most_strangers // STRANGERS_SHARE:
+            self.loop.call_later(NEWCOMER_SECONDS, self._make_room)
+
+    def _is_let_in(self) -> None:
+        self._strangers.discard(self)
+
+    def _is_full(self) -> bool:
+        raw = self.transport.get_extra_info("socket")
+        is_near_limit = raw is not None and is_near_descriptor_limit(
+            raw.fileno(), SPARE_DESCRIPTORS
+        )
+        return is_near_limit or len(self.connections) > self.most_connections
+
+    def _make_room(self) -> None:
+        room = Room(self.most_strangers, self.most_strangers // STRANGERS_SHARE)
+        _drop_one(self._strangers, room)
+
+    def _make_room_at_once(self) -> None:
+        nobody = Room(0, self.most_connections)
+        waiting = {each for each in self._all_http() if each.is_waiting}
+        if not (_drop_one(self._strangers, nobody) or _drop_one(waiting, nobody)):
+            self.drop()
+
+    def _all_http(self) -> "Iterator[BoundedHttpProtocol]":
+        return (each for each in self.connections if isinstance(each, BoundedHttpProtocol))
+
+    def drop(self) -> None:
+        """Close the connection at once; it counts no longer."""
+        # Now, and not when the event loop tells of it: others may come before that.
+        self._strangers.discard(self)
+        self.connections.discard(self)
+        self.transport.abort()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing is done for it now."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def visitor(self) -> Visitor:
+        """What a choice of whom to drop is made by."""
+        return Visitor(self._number, self.client[0] if self.client else "", self.is_waiting)
 
     def data_received(self, data: bytes) -> None:
         """Read a piece of a request."""
@@ -47,12 +116,15 @@ class BoundedHttpProtocol(H11Protocol):
         self._start_deadline()
         super().data_received(data)
         is_upgraded = self.transport.get_protocol() is not self
+        if is_upgraded:
+            self._strangers.discard(self)
         if is_upgraded or (self.cycle is not None and not self.cycle.response_complete):
             self._stop_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._stop_deadline()
+        self._strangers.discard(self)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -111,6 +183,14 @@ class BoundedHttpProtocol(H11Protocol):
         self.transport.abort()
 
 
+def _drop_one(among: set[BoundedHttpProtocol], room: Room) -> bool:
+    visitors = {each.visitor: each for each in among}
+    chosen = who_makes_room(visitors, room)
+    if chosen is not None:
+        visitors[chosen].drop()
+    return chosen is not None
+
+
 class BoundedServer(uvicorn.Server):
     """uvicorn that leaves the signals to its owner, who has more to stop than connections."""
 
@@ -142,6 +222,7 @@ def make_server(
     has none where ``max_message_bytes`` is 0.
     """
     logging.getLogger("uvicorn.error").addFilter(_is_news)
+    raise_descriptor_limit(MAX_CONNECTIONS + SPARE_DESCRIPTORS)
     config = uvicorn.Config(
         app,
         loop="asyncio",

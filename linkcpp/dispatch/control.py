@@ -6,6 +6,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
+from linkcpp.common.access import let_in
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import WireRecord
 from linkcpp.dispatch.admission import EXPERTS_A_LAYER
@@ -190,6 +191,7 @@ def build_control(
         given = request.headers.get("authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise HTTPException(401, "The token is missing or wrong.")
+        let_in(request.scope)
 
     app = FastAPI(dependencies=[Depends(authorize)], openapi_url=None)
 

@@ -6,11 +6,10 @@ import signal
 import threading
 from pathlib import Path
 
-import uvicorn
-
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.programs import Announce, run_program
 from linkcpp.common.records import Record
+from linkcpp.common.serving import make_server
 from linkcpp.common.sockets import listen
 from linkcpp.dispatch.control import NewServer, NewWorker, build_control
 from linkcpp.dispatch.device import VirtualDevice
@@ -118,16 +117,9 @@ class _Dispatch:
             (device_listener,) = listen(LOOPBACK, self._config.device_port)
             (control_listener,) = listen(LOOPBACK, self._config.control_port)
             threading.Thread(target=device.serve, args=(device_listener,), daemon=True).start()
-            control = uvicorn.Server(
-                uvicorn.Config(
-                    build_control(device, swarm, self._config.engine, self._config.control_token),
-                    log_config=None,
-                    access_log=False,
-                    log_level="warning",
-                    lifespan="off",
-                )
+            control = make_server(
+                build_control(device, swarm, self._config.engine, self._config.control_token)
             )
-            control.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
             controlling = asyncio.create_task(control.serve(sockets=[control_listener]))
             async with kept_tally(swarm.tally, self._config.routing_counts):
                 self._announce(

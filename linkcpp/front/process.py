@@ -19,6 +19,7 @@ import httpx
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from linkcpp.common.access import let_in
 from linkcpp.common.metrics import metrics_response
 from linkcpp.common.programs import Announce, run_program
 from linkcpp.common.records import Record
@@ -85,6 +86,8 @@ class Front:
             return
         path = scope["path"]
         is_let_in = not self._keys or shows_key(scope["headers"], self._keys)
+        if is_let_in:
+            let_in(scope)
         is_computing = scope["method"] == "POST" and path not in _WITHOUT_COMPUTING
         if path == HEALTH_PATH:
             await JSONResponse({"status": "ok"})(scope, receive, send)

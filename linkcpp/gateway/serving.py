@@ -2,21 +2,15 @@
 
 import asyncio
 import socket
-from typing import Final
 
 import h11
 
-from linkcpp.common.descriptors import is_near_descriptor_limit
 from linkcpp.common.records import ErrorBody
 from linkcpp.common.serving import BoundedHttpProtocol, make_server
 from linkcpp.gateway.app import create_app
 from linkcpp.gateway.relay import Relay
 from linkcpp.gateway.upgrade import UpgradeError
 from linkcpp.registry.relay import RELAY_PATH
-
-# For what the process opens besides connections. A relay leaves more, so that the calls of the
-# application have room beside it.
-SPARE_DESCRIPTORS: Final = 64
 
 
 def relay_http_protocol(relay: Relay) -> type[BoundedHttpProtocol]:
@@ -27,13 +21,6 @@ def relay_http_protocol(relay: Relay) -> type[BoundedHttpProtocol]:
 
     class RelayHttpProtocol(BoundedHttpProtocol):
         """Bounded HTTP/1.1 with a relay."""
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            """Take a connection, or drop it where few descriptors are left."""
-            descriptor = transport.get_extra_info("socket").fileno()
-            super().connection_made(transport)
-            if is_near_descriptor_limit(descriptor, SPARE_DESCRIPTORS):
-                self.transport.abort()
 
         def handle_websocket_upgrade(self, event: h11.Request) -> None:
             """Give the connection to whom it asks for."""

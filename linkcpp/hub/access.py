@@ -15,7 +15,7 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from linkcpp.cluster.token import tokens_equal
-from linkcpp.common.access import RateLimit, read_body, refuse, replay
+from linkcpp.common.access import RateLimit, let_in, read_body, refuse, replay
 from linkcpp.common.callers import caller as caller_address
 from linkcpp.common.metrics import METRICS_PATH
 from linkcpp.common.request_log import NotedAnswer, request_id_of
@@ -151,6 +151,7 @@ class Access:
             self._check_rate(self._open_calls, scope)
         if scope["path"] not in OPEN_PATHS:
             scope["state"]["caller"] = self._tokens.caller(scope)
+            let_in(scope)
 
     async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
         path = scope["path"]

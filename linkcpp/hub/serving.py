@@ -35,6 +35,7 @@ async def serve_hub(
         """The same with room for the machines of a large hub."""
 
         most_connections = _most_connections()
+        most_strangers = most_connections // 2
 
     server = make_server(
         app,

@@ -7,7 +7,7 @@ import re
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from linkcpp.cluster.token import tokens_equal
-from linkcpp.common.access import RateLimit, read_body, refuse, replay
+from linkcpp.common.access import RateLimit, let_in, read_body, refuse, replay
 from linkcpp.common.callers import is_this_machine
 from linkcpp.common.metrics import METRICS_PATH
 from linkcpp.common.records import ErrorBody
@@ -90,6 +90,8 @@ class AccessControl:
         if not is_open and not self._is_authorized(scope):
             await self._turn_away(scope, send)
             return
+        if not is_open:
+            let_in(scope)
         if scope["type"] == "websocket" or _STREAMED.fullmatch(scope["path"]):
             await self._app(scope, receive, send)
             return
