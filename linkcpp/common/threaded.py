@@ -16,8 +16,9 @@ class ThreadedServer:
     """Accepts connections until ``stop``, at most so many at once.
 
     ``serve_peer`` runs in the connection's thread and may end by an ``OSError`` or ``EOFError``;
-    ``refuse`` answers those that are too many, without waiting for them. Both leave the closing to
-    the server.
+    it says by ``let_in`` that the peer has shown who it is. Where there are too many, the oldest
+    that has not goes for a new one, or ``refuse`` answers that, without waiting for it. Both leave
+    the closing to the server.
     """
 
     def __init__(self, serve_peer: Serve, most: int, refuse: Serve | None = None) -> None:
@@ -25,6 +26,8 @@ class ThreadedServer:
         self._most = most
         self._refuse = refuse
         self._peers: set[socket.socket] = set()
+        # In the order in which they came.
+        self._strangers: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
         self._is_stopping = False
@@ -43,11 +46,7 @@ class ThreadedServer:
                 # Out of descriptors, for instance: the next moment may be better.
                 time.sleep(0.05)
                 continue
-            with self._lock:
-                is_full = len(self._peers) >= self._most
-                if not is_full:
-                    self._peers.add(peer)
-            if is_full:
+            if not self._admit(peer):
                 self._turn_away(peer)
                 continue
             self.accepted_count += 1
@@ -66,6 +65,28 @@ class ThreadedServer:
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
 
+    def let_in(self, peer: socket.socket) -> None:
+        """Keep a peer until it leaves; from its own thread."""
+        with self._lock:
+            self._strangers.pop(peer, None)
+
+    def _admit(self, peer: socket.socket) -> bool:
+        with self._lock:
+            if len(self._peers) >= self._most:
+                if not self._strangers:
+                    return False
+                oldest = next(iter(self._strangers))
+                self._forget(oldest)
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._peers.add(peer)
+            self._strangers[peer] = None
+            return True
+
+    def _forget(self, peer: socket.socket) -> None:
+        self._peers.discard(peer)
+        self._strangers.pop(peer, None)
+
     def _turn_away(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError):
             peer.setblocking(False)
@@ -83,5 +104,5 @@ class ThreadedServer:
             _log.exception("a connection ended by a defect")
         finally:
             with self._lock:
-                self._peers.discard(peer)
+                self._forget(peer)
             peer.close()

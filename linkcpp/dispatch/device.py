@@ -80,6 +80,10 @@ class VirtualDevice:
         """Accept clients until ``stop``."""
         self._clients.serve(listener)
 
+    def let_in(self, client: socket.socket) -> None:
+        """Keep a client that speaks the protocol; others make room for new ones."""
+        self._clients.let_in(client)
+
     def stop(self) -> None:
         """End every client and the service; may be called from any thread and more than once."""
         self._clients.stop()

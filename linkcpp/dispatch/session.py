@@ -86,6 +86,7 @@ class Session:
                 except WireError as error:
                     self._device.fail(error)
                     return
+            self._device.let_in(self._socket)
             # A large one must not stay while the client has nothing to ask.
             requests.clear()
             self._send_replies()

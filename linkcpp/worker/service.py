@@ -70,6 +70,10 @@ class WorkerService:
         """End every link and the service; may be called from any thread and more than once."""
         self._links.stop()
 
+    def let_in(self, link: socket.socket) -> None:
+        """Keep a link whose peer has shown the token."""
+        self._links.let_in(link)
+
     def _serve_link(self, link: socket.socket) -> None:
         _Link(self, link, self._welcome, self._token).run()
 
@@ -136,6 +140,7 @@ class _Link:
             self._socket.settimeout(left)
             self._read_some()
         check_hello(*frame, self._token)
+        self._service.let_in(self._socket)
         if not self._frames.is_between_frames:
             raise FrameError(ErrorCode.BAD_FRAMING, "A frame came before WELCOME was sent.")
         self._send([pack_welcome(self._welcome)])
