@@ -20,6 +20,7 @@ from linkcpp.cli.hub_report import print_nodes
 from linkcpp.cli.output import console, print_json
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.installation import install_command
 from linkcpp.common.service import systemd_unit
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.records import NodeList, RegisteredNode
@@ -63,7 +64,7 @@ def hub(
     if context.invoked_subcommand is not None:
         return
     if database is not None:
-        _check_no_password(context, database)
+        _check_no_password(context, database, is_for_unit=unit)
     if unit:
         words = [word for word in sys.argv[1:] if word != "--systemd-unit"]
         command = [sys.executable, "-m", "linkcpp.cli.main", *words]
@@ -76,15 +77,22 @@ def hub(
     except ModuleNotFoundError as error:
         raise LinkcppError(
             f"`linkcpp hub` needs {error.name}, which is not installed.",
-            hint="pip install 'linkcpp[hub]'",
+            hint=install_command("hub"),
         ) from error
 
     serve(data_folder_of(data), database, host, port, with_gateway=gateway)
 
 
-def _check_no_password(context: typer.Context, database: str) -> None:
+def _check_no_password(context: typer.Context, database: str, *, is_for_unit: bool) -> None:
+    if not urlsplit(database).password:
+        return
+    if is_for_unit:
+        raise LinkcppError(
+            "The password of the database would be in the unit's file.",
+            hint="Put it into ~/.pgpass, and leave it out of the URL.",
+        )
     source = context.get_parameter_source("database")
-    if source is not None and source.name == "COMMANDLINE" and urlsplit(database).password:
+    if source is not None and source.name == "COMMANDLINE":
         raise LinkcppError(
             "The password of the database would stay in the process list.",
             hint="Put it into ~/.pgpass or PGPASSWORD, or the whole URL into LINKCPP_DATABASE.",

@@ -1,6 +1,5 @@
 """``linkcpp launch``: from a plan to an API that answers."""
 
-import os
 import shlex
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from linkcpp.cli.verb import verb
 from linkcpp.cluster.addresses import own_addresses
 from linkcpp.cluster.config import load_config, node_url, parse_node_url
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.logs import LOG_FORMAT_VARIABLE, LogFormat, choose_format
+from linkcpp.common.logs import LogFormat, choose_format
+from linkcpp.common.service import service_environment
 from linkcpp.common.units import format_bytes, parse_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.launch.folder import DeploymentFolder
@@ -41,14 +41,6 @@ app = verb()
 
 _WILDCARDS = ("0.0.0.0", "::")
 _LOOPBACK = ("127.", "::1")
-# What a service manager must hand over so that the same folders, token and engine are used.
-_ENVIRONMENT = (
-    "LINKCPP_HOME",
-    "LINKCPP_TOKEN_FILE",
-    "LINKCPP_ENGINE",
-    "LINKCPP_TEMPLATES",
-    LOG_FORMAT_VARIABLE,
-)
 
 
 @app.command()
@@ -334,10 +326,9 @@ def _unit(request: LaunchRequest, plan_file: Path) -> str:
         command += ["--node", url]
     if not request.use_mdns:
         command += ["--no-mdns"]
-    environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return systemd_unit(
         name=request.name,
         command=command,
-        environment=environment,
+        environment=service_environment(),
         own_templates=request.templates_folder,
     )

@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 from linkcpp import __version__
 from linkcpp.common.errors import EXIT_ERROR, EXIT_NOT_NOW, LinkcppError, is_passing
 from linkcpp.common.files import keep_to_owner, write_atomically
+from linkcpp.common.installation import install_command
 from linkcpp.common.paths import own_folders, state_folder
 from linkcpp.common.text import did_you_mean, printable
 
@@ -76,7 +77,7 @@ def _missing_extra(verb: str, package: str) -> Any:
     def refuse() -> None:
         raise LinkcppError(
             f"`linkcpp {verb}` needs {package}, which is not installed.",
-            hint="pip install 'linkcpp[hub]'",
+            hint=install_command("hub"),
         )
 
     return typer.main.get_command(stand_in)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
 
 import jinja2
 
@@ -9,19 +10,36 @@ from linkcpp.common.logs import LOG_FORMAT_VARIABLE
 from linkcpp.common.resources import resource_folder
 from linkcpp.common.systemd import quoted
 
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 _TEMPLATE = "systemd/linkcpp-service.service.j2"
-# What changes where a service finds its folders, its token and its engine, and whom it trusts.
+# What changes where a service finds its folders, its token, its engine and its way to the network,
+# and whom it trusts.
 _VARIABLES = (
     "LINKCPP_HOME",
     "LINKCPP_TOKEN_FILE",
     "LINKCPP_ENGINE",
+    "LINKCPP_TEMPLATES",
+    "LINKCPP_DATABASE",
     LOG_FORMAT_VARIABLE,
     "SSL_CERT_FILE",
     "XDG_CONFIG_HOME",
     "XDG_STATE_HOME",
     "XDG_CACHE_HOME",
     "XDG_DATA_HOME",
+    *(spelled for name in _PROXIES for spelled in (name, name.lower())),
 )
+
+
+def service_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what a service must be given so that it runs as this program does now.
+
+    Nothing with a password in it: a unit's file is no place for one.
+    """
+    return {
+        name: environment[name]
+        for name in _VARIABLES
+        if name in environment and urlsplit(environment[name]).password is None
+    }
 
 
 def systemd_unit(
@@ -46,6 +64,6 @@ def systemd_unit(
         description=description,
         command=" ".join(quoted(word) for word in command),
         environment=[
-            quoted(f"{key}={environment[key]}") for key in _VARIABLES if key in environment
+            quoted(f"{key}={value}") for key, value in service_environment(environment).items()
         ],
     )

@@ -15,6 +15,7 @@ from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
 from linkcpp.common.errors import LinkcppError, NotNowError
+from linkcpp.common.installation import install_command
 from linkcpp.common.text import printable
 from linkcpp.hub.data import make_data_folder
 from linkcpp.hub.identity import IDENTITY_FILE, is_hub_folder
@@ -143,7 +144,7 @@ def _postgresql(text: str) -> Engine:
     except ImportError as error:  # psycopg is here, PostgreSQL's own library may not be
         raise LinkcppError(
             "PostgreSQL's client library is not installed here.",
-            hint="`pip install 'linkcpp[hub]'`, or `apt-get install libpq5`.",
+            hint=f"`{install_command('hub')}`, or `apt-get install libpq5`.",
         ) from error
 
 

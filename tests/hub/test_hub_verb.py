@@ -167,6 +167,16 @@ def test_a_password_on_the_command_line_is_refused_before_anything_starts(tmp_pa
     assert "geheim" not in refused.stderr
 
 
+def test_a_password_in_the_environment_is_refused_in_a_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINKCPP_DATABASE", "postgresql+psycopg://u:geheim@h/n")
+    refused = run("--data", str(tmp_path), "--systemd-unit")
+    assert refused.returncode == 2
+    assert "in the unit's file" in refused.stderr
+    assert "geheim" not in refused.stderr + refused.stdout
+
+
 def test_a_unit_for_systemd_runs_the_same_command(tmp_path: Path) -> None:
     printed = run("--data", str(tmp_path / "a b"), "--gateway", "--systemd-unit").stdout
     (start,) = (line for line in printed.splitlines() if line.startswith("ExecStart="))
