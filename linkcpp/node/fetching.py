@@ -16,6 +16,7 @@ from linkcpp.common.records import Record, WireRecord
 from linkcpp.common.request_ids import continue_request
 from linkcpp.common.units import format_bytes
 from linkcpp.model.parts import ModelFiles
+from linkcpp.model.slices.checked import note_checked
 from linkcpp.model.slices.layout import plan_slice
 from linkcpp.model.slices.segments import SegmentRequest, merge_segments
 from linkcpp.model.slices.writing import (
@@ -165,6 +166,7 @@ def _write(
         )
     with _Reporter(transferred_bytes, job.file_bytes, len(job.header)) as reporter:
         write_slice(files, segments, config.output, reporter.add, supply_of)
+        note_checked(config.output)
     return reporter.news().model_copy(update={"is_done": True})
 
 

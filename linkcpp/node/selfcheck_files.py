@@ -7,6 +7,7 @@ from pathlib import Path
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import cache_folder, data_folder
 from linkcpp.common.units import format_bytes
+from linkcpp.model.slices.checked import forget_checked
 from linkcpp.model.slices.manifest import SUFFIX
 from linkcpp.model.slices.verifying import verify_file
 from linkcpp.node.diagnosis import Observation, Verdict, from_error
@@ -44,6 +45,7 @@ def _look(on_step: Callable[[str], None]) -> Callable[[Path], tuple[int, Observa
             return 0, from_error("damaged file", Verdict.WARN, error)
         if found.is_sound:
             return found.checked_bytes, None
+        forget_checked(path)
         detail = f"{path}: {found.summary}"
         return found.checked_bytes, Observation(
             subject="damaged file", verdict=Verdict.WARN, detail=detail, hint=_HINT

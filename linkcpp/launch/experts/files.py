@@ -20,7 +20,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import cache_folder
 from linkcpp.launch.experts.opened import opened_model
 from linkcpp.model.parts import is_url
-from linkcpp.model.slices.checked import remove_checked
+from linkcpp.model.slices.checked import note_checked, remove_checked
 from linkcpp.model.slices.manifest import Manifest, manifest_path
 from linkcpp.model.slices.segments import Segment
 from linkcpp.model.slices.verifying import DamagedError, checked_manifest
@@ -143,6 +143,8 @@ class ExpertFiles:
                     self.folder / "backbone.gguf",
                     lambda size: on_progress(wanted, done.add(size)),
                 )
+                for path in self._backbone_paths:
+                    note_checked(path)
             return wanted
 
     def _has_backbone(self, check: Report) -> bool:
@@ -219,6 +221,7 @@ class ExpertFiles:
 
             with opened_model(self._location) as opened:
                 opened.write_slice(segments, path, tell)
+                note_checked(path)
 
         await _in_thread(write)
 

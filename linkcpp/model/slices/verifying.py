@@ -8,12 +8,7 @@ from pathlib import Path
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
 from linkcpp.model.header import read_header
-from linkcpp.model.slices.checked import (
-    checked_state,
-    forget_checked,
-    is_as_checked,
-    note_checked,
-)
+from linkcpp.model.slices.checked import checked_state, is_as_checked, note_checked
 from linkcpp.model.slices.hashing import Progress, hash_pieces
 from linkcpp.model.slices.layout import read_slice
 from linkcpp.model.slices.manifest import FileKind, Manifest, Slab, listed_slabs, read_manifest
@@ -61,7 +56,10 @@ def checked_manifest(path: Path, on_progress: Progress) -> Manifest:
         LinkcppError: the file or its manifest cannot be read.
     """
     if not is_as_checked(path):
+        state = checked_state(path)
         found = verify_file(path, on_progress)
+        if found.is_sound and state is not None and checked_state(path) == state:
+            note_checked(path, state)
         if not found.is_sound:
             raise DamagedError(
                 f"{path} is damaged: {found.summary}.",
@@ -73,21 +71,9 @@ def checked_manifest(path: Path, on_progress: Progress) -> Manifest:
 def verify_file(path: Path, on_progress: Progress) -> Verification:
     """Hash a slice or backbone again and compare it with the manifest next to it.
 
-    Notes what it found, for ``checked_manifest``.
-
     Raises:
         LinkcppError: the file or its manifest cannot be read.
     """
-    state = checked_state(path)
-    found = _verify(path, on_progress)
-    if found.is_sound and state is not None and checked_state(path) == state:
-        note_checked(path, state)
-    else:
-        forget_checked(path)
-    return found
-
-
-def _verify(path: Path, on_progress: Progress) -> Verification:
     manifest = read_manifest(path)
     slabs = list(listed_slabs(manifest))
     damaged: list[str] = []

@@ -11,7 +11,6 @@ from linkcpp.common.records import Record
 from linkcpp.common.units import format_bytes
 from linkcpp.model.architecture import Architecture
 from linkcpp.model.parts import ModelFiles, open_model
-from linkcpp.model.slices.checked import note_checked
 from linkcpp.model.slices.copying import Copied, copy_units
 from linkcpp.model.slices.hashing import Progress
 from linkcpp.model.slices.journal import Journal
@@ -243,7 +242,6 @@ def _finish(
     # First, so that no file is ever without its manifest.
     write_atomically(manifest_path(path), manifest.model_dump_json() + "\n")
     take_name(target)
-    note_checked(path)
     journal.remove()
     return WrittenFile(
         kind=manifest.kind,
