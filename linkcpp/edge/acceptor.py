@@ -30,7 +30,7 @@ from linkcpp.registry.tickets import HubKey, TicketError, verify_edge_ticket
 
 MOST_EDGES = 32
 
-_MOST_STRANGERS = 32
+MOST_STRANGERS = 128
 # A coordinator may dial before the hub's offer has come to the node.
 _OFFER_SECONDS = 5.0
 _SWEEP_SECONDS = 5.0
@@ -80,7 +80,8 @@ class EdgeAcceptor:
         self._clock = clock
         self._edges: dict[str, AcceptedEdge] = {}
         self._offered = asyncio.Condition()
-        self._stranger_count = 0
+        # Those who have shown no ticket, in the order in which they came.
+        self._strangers: dict[Carrier, None] = {}
         self._is_closed = False
         self._sweeping = asyncio.create_task(self._sweep())
 
@@ -152,14 +153,17 @@ class EdgeAcceptor:
             _log.info("a direct path ended: %s", error.reason)
 
     async def _admit(self, carrier: Carrier) -> AcceptedEdge:
-        if self._stranger_count >= _MOST_STRANGERS:
-            raise _RefusedError(RelayCloseCode.FULL, "too many at once")
-        self._stranger_count += 1
+        if len(self._strangers) >= MOST_STRANGERS:
+            # The newcomer may have a ticket; who said nothing for longest has least to say.
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            await oldest.close(RelayCloseCode.FULL, "newer ones take its place")
+        self._strangers[carrier] = None
         try:
             hello = await self._read_hello(carrier)
-            return await self._edge_of(hello.edge_id)
         finally:
-            self._stranger_count -= 1
+            self._strangers.pop(carrier, None)
+        return await self._edge_of(hello.edge_id)
 
     async def _read_hello(self, carrier: Carrier) -> Hello:
         try:
