@@ -20,6 +20,7 @@ from linkcpp.common.logs import REQUEST_LOGGER, JsonFormatter
 from linkcpp.dispatch.access import ControlAccess
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.front.process import FrontConfig, run_front
+from tests.support.dripping import dripping
 
 CONTROL_TOKEN = "control"
 ENGINE_KEY = "engine"
@@ -371,3 +372,17 @@ async def test_only_who_shows_a_key_of_the_file_may_use_llama_server(
         assert metrics.status_code == status
         assert (await client.get("/", headers=headers)).status_code == 200
         assert engine.headers.get("x-api-key") is None
+
+
+async def test_who_has_a_key_is_served_while_strangers_hold_hundreds_of_connections(
+    tmp_path: Path,
+) -> None:
+    engine = Engine(FailureCounter(tmp_path / "failures", is_writer=True))
+    async with (
+        served(engine) as engine_port,
+        running_front(tmp_path, engine_port, keys=KEYS) as client,
+        dripping(client.base_url.port or 0, 560),
+    ):
+        headers = {"Authorization": f"Bearer {KEYS[0]}", "Connection": "close"}
+        for _ in range(20):
+            assert (await client.post("/x", headers=headers)).status_code == 200

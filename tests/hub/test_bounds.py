@@ -6,13 +6,15 @@ import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from linkcpp.common import serving
 from linkcpp.hub import access
 from linkcpp.registry.edges import CloseEvent
-from linkcpp.registry.records import Role
-from tests.hub.hubs import RunningHub, running_hub
+from linkcpp.registry.records import Heartbeat, Role
+from tests.hub.hubs import RunningHub, node_state, running_hub
+from tests.support.dripping import dripping
 
 
 @pytest.fixture
@@ -236,3 +238,21 @@ async def test_a_client_that_reads_no_events_is_cut_off(hub: RunningHub) -> None
             await asyncio.sleep(0)
     assert hub.hub.events.count == 0
     writer.close()
+
+
+async def test_a_machine_is_served_while_strangers_hold_all_that_a_small_hub_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linkcpp.hub.serving._most_connections", lambda: 64)
+    async with running_hub(tmp_path / "hub", None) as hub:
+        machine = await hub.machine(Role.NODE)
+        async with dripping(httpx.URL(hub.url).port or 0, 160):
+            for _ in range(20):
+                # A connection of its own each time, and in one of them the token.
+                answer = await talk(
+                    hub,
+                    b"GET /v1/gateways HTTP/1.1\r\nHost: hub\r\nConnection: close\r\n"
+                    b"Authorization: Bearer " + machine.token.encode() + b"\r\n\r\n",
+                )
+                assert answer.startswith(b"HTTP/1.1 ")
+                await machine.client.heartbeat(Heartbeat(sequence=0, state=node_state(machine)))
