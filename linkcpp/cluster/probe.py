@@ -23,8 +23,10 @@ from linkcpp.cluster.config import node_url
 from linkcpp.cluster.records import Health, Link, NodeRecord
 from linkcpp.cluster.text import printable_json
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
+from linkcpp.common.network_errors import in_words
 from linkcpp.common.records import WireRecord
 from linkcpp.common.request_ids import request_id_headers
+from linkcpp.common.service_calls import PROXY_STATUSES
 from linkcpp.common.text import printable
 
 # A node that computes with all its cores answers late.
@@ -178,6 +180,9 @@ async def _ask(http: httpx.AsyncClient, base: str, token: str, health: Health) -
 
 
 def _read(kind: type[_R], answer: _Answer) -> _R:
+    if answer.status in PROXY_STATUSES:
+        detail = f"a proxy on the way answers with HTTP status {answer.status}"
+        raise _StopError(Finding.NO_ANSWER, detail)
     if answer.status != httpx.codes.OK:
         raise _not_a_node(f" (HTTP status {answer.status})")
     try:
@@ -190,7 +195,7 @@ def _read(kind: type[_R], answer: _Answer) -> _R:
 
 def _not_a_node(more: str = "") -> _StopError:
     return _StopError(
-        Finding.NOT_A_NODE, f"what answers is no linkcpp node of a version that fits{more}"
+        Finding.NOT_A_NODE, f"what answers is not a linkcpp node of a version that fits{more}"
     )
 
 
@@ -252,8 +257,4 @@ def _tls() -> ssl.SSLContext:
 def _explain(error: Any, deadline_seconds: float) -> str:
     if isinstance(error, TimeoutError | httpx.TimeoutException):
         return f"no answer within {deadline_seconds:g} s"
-    if isinstance(error, httpx.ConnectError):
-        return "nothing listens there, or a firewall is in the way"
-    if isinstance(error, httpx.RemoteProtocolError):
-        return "it closed the connection or does not speak HTTP"
-    return printable(str(error) or type(error).__name__, 200)
+    return in_words(error)

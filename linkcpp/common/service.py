@@ -7,10 +7,10 @@ from urllib.parse import urlsplit
 import jinja2
 
 from linkcpp.common.logs import LOG_FORMAT_VARIABLE
+from linkcpp.common.proxies import PROXY_VARIABLES
 from linkcpp.common.resources import resource_folder
 from linkcpp.common.systemd import quoted
 
-_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 _TEMPLATE = "systemd/linkcpp-service.service.j2"
 # What changes where a service finds its folders, its token, its engine and its way to the network,
 # and whom it trusts.
@@ -26,7 +26,7 @@ _VARIABLES = (
     "XDG_STATE_HOME",
     "XDG_CACHE_HOME",
     "XDG_DATA_HOME",
-    *(spelled for name in _PROXIES for spelled in (name, name.lower())),
+    *PROXY_VARIABLES,
 )
 
 

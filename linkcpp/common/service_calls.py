@@ -7,10 +7,13 @@ import httpx
 from pydantic import ValidationError
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.network_errors import in_words
 from linkcpp.common.records import ErrorBody, Record
 from linkcpp.common.text import printable
 
 _MOST_TOLD_CHARACTERS = 500
+# What proxies answer themselves where nothing behind them does.
+PROXY_STATUSES = (502, 503, 504)
 
 
 class ServiceError(LinkcppError):
@@ -46,10 +49,8 @@ class CalledService(Generic[_E]):
 
     def unreachable(self, error: Exception) -> _E:
         """Say in words that there was no answer."""
-        is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
-        reason = "no answer in time" if is_late else str(error) or type(error).__name__
         return self.unreachable_error(
-            f"The {self.kind} at {self.url} cannot be reached: {printable(reason, 200)}.",
+            f"The {self.kind} at {self.url} cannot be reached: {in_words(error)}.",
             hint=self.way_out,
             code="unreachable",
         )
@@ -63,9 +64,15 @@ class CalledService(Generic[_E]):
         try:
             told = ErrorBody.model_validate_json(body)
         except ValidationError:
-            # A proxy in front answers 502 to 504 itself while the service is being started again.
+            if status in PROXY_STATUSES:
+                raise self.unreachable_error(
+                    f"The {self.kind} at {self.url} cannot be reached: a proxy on the way answers "
+                    f"with HTTP status {status}, as it does while the {self.kind} is down.",
+                    hint=self.way_out,
+                    code="unreachable",
+                ) from None
             raise self.unreachable_error(
-                f"What answers at {self.url} is no linkcpp {self.kind} (HTTP status {status}).",
+                f"What answers at {self.url} is not a linkcpp {self.kind} (HTTP status {status}).",
                 hint=self.way_out,
                 code=f"not_a_{self.kind}",
             ) from None
@@ -85,7 +92,8 @@ class CalledService(Generic[_E]):
             return record.model_validate_json(content)
         except ValidationError as error:
             raise self.unreachable_error(
-                f"What answers at {self.url} is no linkcpp {self.kind}, or one of another version.",
+                f"What answers at {self.url} is not a linkcpp {self.kind}, or one of another "
+                "version.",
                 hint="Check the address and the port first: another service may listen there. If "
                 "they are right, install the same version of linkcpp on both machines.",
                 code=f"not_a_{self.kind}",

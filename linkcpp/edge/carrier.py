@@ -8,8 +8,11 @@ from typing import Protocol
 
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+from websockets.exceptions import ConnectionClosed, WebSocketException
 
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.network_errors import in_words
+from linkcpp.common.proxies import naming, proxy_from_here
 from linkcpp.common.sockets import tune_transport
 from linkcpp.common.text import printable
 from linkcpp.edge.noise import MAX_MESSAGE_BYTES
@@ -69,26 +72,25 @@ class DialledCarrier:
             CarrierLostError: nothing answers at the address, or something else.
         """
         try:
-            connection = await connect(
-                url,
-                compression=None,
-                proxy=None,
-                ssl=tls_context() if url.startswith("wss:") else None,
-                open_timeout=timeout_seconds,
-                # The edge asks itself whether its peer is alive, end to end.
-                ping_interval=None,
-                close_timeout=1.0,
-                max_size=MAX_MESSAGE_BYTES,
-                max_queue=_MAX_QUEUED_MESSAGES,
-                write_limit=_WRITE_LIMIT_BYTES,
-            )
-        except InvalidStatus as error:
-            status = error.response.status_code
-            raise CarrierLostError(f"it answers with HTTP status {status}") from None
-        except TimeoutError:
-            raise CarrierLostError("no answer in time") from None
+            proxy = proxy_from_here(url)
+            with naming(proxy):
+                connection = await connect(
+                    url,
+                    compression=None,
+                    proxy=proxy.url if proxy else None,
+                    ssl=tls_context() if url.startswith("wss:") else None,
+                    open_timeout=timeout_seconds,
+                    # The edge asks itself whether its peer is alive, end to end.
+                    ping_interval=None,
+                    close_timeout=1.0,
+                    max_size=MAX_MESSAGE_BYTES,
+                    max_queue=_MAX_QUEUED_MESSAGES,
+                    write_limit=_WRITE_LIMIT_BYTES,
+                )
+        except LinkcppError as error:
+            raise CarrierLostError(str(error)) from error
         except (OSError, WebSocketException, ValueError) as error:
-            raise CarrierLostError(printable(str(error) or type(error).__name__, 200)) from error
+            raise CarrierLostError(in_words(error)) from error
         tune_transport(connection.transport)
         return cls(connection)
 

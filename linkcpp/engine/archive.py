@@ -20,6 +20,8 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.network_errors import in_words
+from linkcpp.common.proxies import ProxiedTransport
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.staging import ProgressReport
 
@@ -112,7 +114,12 @@ def fetch_archive(
     public = _without_secrets(url)
     try:
         with (
-            httpx.Client(follow_redirects=True, max_redirects=5, timeout=_TIMEOUT) as client,
+            httpx.Client(
+                transport=ProxiedTransport(),
+                follow_redirects=True,
+                max_redirects=5,
+                timeout=_TIMEOUT,
+            ) as client,
             # The bytes as they are stored: a content coding would make lengths and sums differ.
             client.stream("GET", url, headers={"Accept-Encoding": "identity"}) as response,
             target.open("xb") as file,
@@ -130,9 +137,9 @@ def fetch_archive(
     except httpx.RemoteProtocolError as error:
         raise LinkcppError(f"The download of {public} ended early.", hint="Try again.") from error
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-        reason = str(error) or type(error).__name__
         raise LinkcppError(
-            f"Cannot download {public}: {reason}.", hint="Check the address and the network."
+            f"Cannot download {public}: {in_words(error)}.",
+            hint="Check the address and the network.",
         ) from error
     if not hmac.compare_digest(digest.hexdigest(), sha256):
         raise LinkcppError(

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.network_errors import in_words
 from linkcpp.common.sockets import free_port
 from linkcpp.engine.problems import crashed, no_rpc, problem_of_exit, timed_out
 from linkcpp.engine.process import SupervisedProcess
@@ -162,7 +163,7 @@ class _Run:
                 raise _Failed(crashed(f"llama-server answers {answer.status_code} to a prompt."))
         except (httpx.HTTPError, ValueError) as error:
             await self._raise_if_ended()
-            reason = f"llama-server does not answer a prompt: {type(error).__name__}."
+            reason = f"llama-server does not answer a prompt: {in_words(error)}."
             raise _Failed(crashed(reason)) from error
 
     @asynccontextmanager

@@ -10,6 +10,7 @@ import httpx
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from linkcpp.common.network_errors import in_words
 from linkcpp.front.gate import Passage
 from linkcpp.front.keys import KEY_HEADERS
 from linkcpp.front.refusals import Refusal
@@ -117,7 +118,7 @@ class Exchange:
             await self.refuse(Refusal(503, "The model is not served right now: it is loading."))
             return
         except httpx.HTTPError as error:
-            await self.refuse(Refusal(502, f"The model stopped answering: {_reason(error)}."))
+            await self.refuse(Refusal(502, f"The model stopped answering: {in_words(error)}."))
             return
         try:
             await self._return(answer)
@@ -144,7 +145,7 @@ class Exchange:
                 await self._put(data)
         except httpx.HTTPError as error:
             if self._is_events:
-                await self.refuse(Refusal(502, f"The answer broke off: {_reason(error)}."))
+                await self.refuse(Refusal(502, f"The answer broke off: {in_words(error)}."))
             return
         if not self._stop_if_failed():
             await self._put(b"", more=False)
@@ -210,7 +211,3 @@ async def _whole_events(answer: httpx.Response) -> AsyncIterator[bytes]:
 async def _true(waiting: Coroutine[Any, Any, Any]) -> bool:
     await waiting
     return True
-
-
-def _reason(error: httpx.HTTPError) -> str:
-    return str(error).rstrip(".") or type(error).__name__

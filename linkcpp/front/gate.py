@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.network_errors import in_words
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.front.upstream import Upstream
 
@@ -131,5 +132,5 @@ class Cleaner:
         except httpx.ConnectError:
             return None
         except httpx.HTTPError as error:
-            raise LinkcppError(f"Slot {slot} cannot be erased: {error!r}.") from error
+            raise LinkcppError(f"Slot {slot} cannot be erased: {in_words(error)}.") from error
         return None if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE else answer

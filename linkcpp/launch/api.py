@@ -10,6 +10,7 @@ import httpx
 
 from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError, error_of_system
+from linkcpp.common.network_errors import in_words
 from linkcpp.common.sockets import HeldPort, hold_port
 from linkcpp.front.keys import read_api_key
 
@@ -71,8 +72,10 @@ class ApiClient(AsyncClosing):
                     f"{told_error(answer.text)}"
                 )
             return str(answer.json()["choices"][0]["text"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise LinkcppError(f"The first completion failed: {error!r}.") from error
+        except httpx.HTTPError as error:
+            raise LinkcppError(f"The first completion failed: {in_words(error)}.") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise LinkcppError("The first completion failed: it is not a completion.") from error
 
     async def metrics(self) -> dict[str, float]:
         """Return llama-server's counters by their names without ``llamacpp:``.

@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from linkcpp.common.proxies import ProxiedTransport
+
 MAXIMUM_REDIRECTS = 5
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 # For the head of an answer, redirects included, which no other limit covers.
@@ -36,10 +38,9 @@ class _PunctualClient(httpx.Client):
         timer.start()
         try:
             return super().send(request, **options)
-        except httpx.RequestError as error:
+        except httpx.RequestError:
             if is_late.is_set():
-                words = f"no whole answer within {HEAD_SECONDS:g} seconds"
-                raise httpx.ReadTimeout(words, request=request) from error
+                raise httpx.ReadTimeout("", request=request) from None
             raise
         finally:
             timer.cancel()
@@ -64,9 +65,11 @@ class _PunctualClient(httpx.Client):
 
 def new_client() -> httpx.Client:
     """A client that keeps connections, follows a few redirects and gives up in time."""
-    return _PunctualClient(follow_redirects=True, max_redirects=MAXIMUM_REDIRECTS)
+    return _PunctualClient(
+        transport=ProxiedTransport(), follow_redirects=True, max_redirects=MAXIMUM_REDIRECTS
+    )
 
 
 def new_direct_client(tls: ssl.SSLContext) -> httpx.Client:
-    """A client for one host: no redirects, and neither proxies nor secrets of the environment."""
-    return _PunctualClient(verify=tls, trust_env=False)
+    """A client for one host: no redirects, and no secrets of the environment."""
+    return _PunctualClient(transport=ProxiedTransport(tls), trust_env=False)

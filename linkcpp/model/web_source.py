@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from linkcpp.common.closing import Closing
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.network_errors import in_words
 from linkcpp.common.records import ErrorBody
 from linkcpp.common.text import printable
 from linkcpp.model.source import check_range
@@ -175,7 +176,7 @@ class WebSource(Closing):
             ) from error
         except (httpx.RequestError, httpx.InvalidURL) as error:
             raise _PassingError(
-                f"Cannot read {self.name}: {str(error).rstrip('.') or type(error).__name__}.",
+                f"Cannot read {self.name}: {in_words(error)}.",
                 hint="Check the address and the network; is the server up?",
             ) from error
         if left:

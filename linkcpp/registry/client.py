@@ -13,6 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from linkcpp.cluster.identity import Identity, load_identity
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.proxies import naming, proxy_from_here
 from linkcpp.common.records import ErrorBody
 from linkcpp.common.request_ids import request_id_headers
 from linkcpp.common.text import printable
@@ -146,15 +147,18 @@ class HubClient(HubConnection):
     async def events(self) -> AsyncIterator[AsyncIterator[HubEvent]]:
         """Listen to what the hub pushes; the iterator ends when the connection does."""
         token = await self.token()
+        url = websocket_url(self.url, "/v1/events")
+        proxy = proxy_from_here(url)
         try:
-            connection = await connect(
-                websocket_url(self.url, "/v1/events"),
-                additional_headers={"Authorization": f"Bearer {token}", **request_id_headers()},
-                ping_interval=_PING_INTERVAL_SECONDS,
-                ping_timeout=_PING_TIMEOUT_SECONDS,
-                max_size=_LONGEST_EVENT_BYTES,
-                **self.dial_options(),
-            )
+            with naming(proxy):
+                connection = await connect(
+                    url,
+                    additional_headers={"Authorization": f"Bearer {token}", **request_id_headers()},
+                    ping_interval=_PING_INTERVAL_SECONDS,
+                    ping_timeout=_PING_TIMEOUT_SECONDS,
+                    max_size=_LONGEST_EVENT_BYTES,
+                    **self.dial_options(proxy),
+                )
         except InvalidStatus as error:
             raise self.refusal(
                 error.response.status_code, bytes(error.response.body or b"")

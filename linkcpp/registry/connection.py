@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import httpx
 
 from linkcpp.common.closing import AsyncClosing
+from linkcpp.common.proxies import ProxiedAsyncTransport, Proxy
 from linkcpp.common.records import WireRecord
 from linkcpp.common.request_ids import request_id_headers
 from linkcpp.common.service_calls import CalledService, ServiceError, read_bounded
@@ -80,12 +81,12 @@ class HubConnection(AsyncClosing):
         self._token_until = 0.0  # of the monotonic clock: this machine's date may be wrong
         self._renewed = -_LEAST_SECONDS_BETWEEN_RENEWALS
         self._renewing = asyncio.Lock()
-        # Neither proxies nor credentials from the environment: the token is for this hub alone.
+        # No credentials from the environment: the token is for this hub alone.
         self._http = httpx.AsyncClient(
             timeout=timeout_seconds,
             trust_env=False,
             follow_redirects=False,
-            verify=tls_context(),
+            transport=ProxiedAsyncTransport(tls_context()),
             headers={"Accept-Encoding": "identity"},
         )
 
@@ -253,11 +254,11 @@ class HubConnection(AsyncClosing):
             return HubUnreachableError(message, hint=told.hint, code=told.code)
         return HubRefusedError(message, hint=told.hint, code=told.code, status=status)
 
-    def dial_options(self) -> dict[str, Any]:
+    def dial_options(self, proxy: Proxy | None) -> dict[str, Any]:
         """Return how WebSockets are dialled from here: ``websockets`` takes these by name."""
         return {
             "compression": None,
-            "proxy": None,
+            "proxy": proxy.url if proxy else None,
             "ssl": self.tls(),
             "open_timeout": self.timeout_seconds,
             "close_timeout": 2.0,

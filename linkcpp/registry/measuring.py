@@ -8,6 +8,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
+from linkcpp.common.errors import LinkcppError
+from linkcpp.common.proxies import ProxiedAsyncTransport
 from linkcpp.registry.edges import GatewayRecord
 from linkcpp.registry.trust import tls_context
 
@@ -45,7 +47,9 @@ async def _rtt_ms(url: str) -> float:
         async with (
             asyncio.timeout(_DEADLINE_SECONDS),
             httpx.AsyncClient(
-                trust_env=False, verify=tls_context(), timeout=_DEADLINE_SECONDS
+                trust_env=False,
+                transport=ProxiedAsyncTransport(tls_context()),
+                timeout=_DEADLINE_SECONDS,
             ) as http,
         ):
             for _ in range(_CALLS):
@@ -53,6 +57,6 @@ async def _rtt_ms(url: str) -> float:
                 async with http.stream("GET", url) as response:
                     response.raise_for_status()
                 best = min(best, (time.perf_counter() - began) * 1000)
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError):
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError, LinkcppError):
         pass
     return best

@@ -251,9 +251,7 @@ def test_a_server_that_goes_away_in_the_middle_is_told_of_in_words() -> None:
 
     with pytest.raises(SilentError) as told:
         _ask_stand_in(hang_up, "The deployment", lambda text: text.tokenize("the"))
-    assert str(told.value) == (
-        "The deployment stopped answering: it closed the connection in the middle of a request."
-    )
+    assert str(told.value) == ("The deployment stopped answering: it closed the connection.")
 
 
 def test_tokens_that_end_within_a_character_are_asked_for_again_with_more_behind_them() -> None:

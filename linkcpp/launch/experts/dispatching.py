@@ -7,6 +7,7 @@ import httpx
 from pydantic import ValidationError
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.network_errors import in_words
 from linkcpp.dispatch.control import DispatchStatus, NewServer, NewWorker
 from linkcpp.dispatch.process import READY_PATTERN, DispatchConfig
 from linkcpp.engine.rpc_server import LOOPBACK
@@ -83,7 +84,9 @@ class Dispatcher:
         try:
             answer = await self._http.request(method, path, content=body, headers=headers)
         except httpx.HTTPError as error:
-            raise LinkcppError(f"The dispatch process does not answer: {error!r}.") from error
+            raise LinkcppError(
+                f"The dispatch process does not answer: {in_words(error)}."
+            ) from error
         if answer.is_error and not (method == "DELETE" and answer.status_code == 409):
             raise LinkcppError(f"The dispatch process refuses: {answer.text[:300]}")
         return answer
