@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from linkcpp.common.errors import LinkcppError
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.connection import HubRefusedError
-from linkcpp.registry.edges import EdgeOffer, EdgeRequest, OfferRequest
+from linkcpp.registry.edges import NODE_GONE, EdgeOffer, EdgeRequest, OfferRequest
 
 _NO_SUCH_EDGE = 404
 
@@ -78,7 +78,7 @@ class HubOffers:
             again = OfferRequest.model_validate(wishes)
             return await self._hub.renew_offer(self._edge_id, again)
         except HubRefusedError as error:
-            if error.is_final or error.status == _NO_SUCH_EDGE:
+            if error.is_final or error.status == _NO_SUCH_EDGE or error.code == NODE_GONE:
                 raise EdgeEndedError(error.message, hint=error.hint) from error
             raise
 

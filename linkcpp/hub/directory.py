@@ -13,10 +13,10 @@ from sqlalchemy import Engine, select
 
 from linkcpp.hub.assignment import Candidate
 from linkcpp.hub.clock_steps import seen_since
-from linkcpp.hub.presence import is_gateway_online
+from linkcpp.hub.presence import is_gateway_online, presence
 from linkcpp.hub.schema import EDGES, GATEWAYS, MACHINES
 from linkcpp.registry.edges import EdgeOffer
-from linkcpp.registry.records import NodeState, Role
+from linkcpp.registry.records import NodeState, Presence, Role
 
 
 @dataclass(slots=True)
@@ -108,6 +108,16 @@ class Directory:
         if gateway is None or machine is None or machine.revoked_at is not None:
             return False
         return machine.role is Role.GATEWAY and is_gateway_online(gateway.last_seen, now)
+
+    def nodes_online(self, now: float) -> list[str]:
+        """Return the nodes that are there by their heartbeats."""
+        return [
+            machine.node_id
+            for machine in self.machines.values()
+            if machine.role is Role.NODE
+            and machine.revoked_at is None
+            and presence(machine.last_seen, now, machine.left_at) is Presence.ONLINE
+        ]
 
     def is_revoked(self, node_id: str) -> bool:
         """Tell whether a machine is not wanted any more, or never joined."""

@@ -11,11 +11,13 @@ from linkcpp.hub.directory import Directory, Edge, Machine, Waiting
 from linkcpp.hub.edge_rows import close_edges, insert_edge, update_gateways
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.identity import HubIdentity
+from linkcpp.hub.lookout import Lookout
 from linkcpp.hub.machines import unknown_machine
 from linkcpp.hub.presence import presence
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.writer import Writer
 from linkcpp.registry.edges import (
+    NODE_GONE,
     CloseEvent,
     EdgeEvent,
     EdgeList,
@@ -53,12 +55,15 @@ class Edges:
         directory: Directory,
         writer: Writer,
         events: EventSockets,
+        *,
+        lookout: Lookout,
         clock: Callable[[], float],
     ) -> None:
         self._identity = identity
         self._directory = directory
         self._writer = writer
         self._events = events
+        self._lookout = lookout
         self._clock = clock
         self._creations = _limit(_CREATIONS_AT_ONCE, _SECONDS_PER_CREATION)
         self._renewals = _limit(_RENEWALS_AT_ONCE, _SECONDS_PER_RENEWAL)
@@ -67,11 +72,15 @@ class Edges:
         """Make an edge, tell the node, and return the coordinator's offer.
 
         Raises:
-            HubProblem: there is no such node, it is gone, one of the two has too many edges, or was
-                revoked meanwhile.
+            HubProblem: there is no such node, it is gone or does not answer, one of the two has too
+                many edges, or was revoked meanwhile.
         """
-        now = self._clock()
         _check_rate(self._creations, backbone_id, "too many edges")
+        self._check_node(backbone_id, request.node_id, self._clock())
+        if await self._lookout.silent((request.node_id,)):
+            name = self._directory.machines[request.node_id].name
+            raise _gone(f"The node {name} does not answer this hub.")
+        now = self._clock()
         self._check_node(backbone_id, request.node_id, now)
         self._check_counts(backbone_id, request.node_id, now)
         edge = Edge(
@@ -186,12 +195,7 @@ class Edges:
         if presence(node.last_seen, now, node.left_at) is Presence.GONE:
             has_left = node.left_at is not None
             what = "was stopped" if has_left else "did not tell of itself for a while"
-            raise HubProblem(
-                409,
-                "node_gone",
-                f"The node {node.name} {what}.",
-                hint="See that `linkcpp join` runs there and that the machine is awake.",
-            )
+            raise _gone(f"The node {node.name} {what}.")
 
     def _check_counts(self, backbone_id: str, node_id: str, now: float) -> None:
         edges = self._directory.edges_of(backbone_id, with_pending=True)
@@ -298,6 +302,11 @@ def _check_rate(limit: RateLimit, backbone_id: str, what: str) -> None:
             hint=f"Wait {math.ceil(wait_seconds)} s.",
             retry_after_seconds=wait_seconds,
         )
+
+
+def _gone(message: str) -> HubProblem:
+    hint = "See that `linkcpp join` runs there and that the machine is awake."
+    return HubProblem(409, NODE_GONE, message, hint=hint)
 
 
 def _unknown_edge() -> HubProblem:

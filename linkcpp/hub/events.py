@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -39,6 +40,8 @@ class EventSockets:
 
     def __init__(self) -> None:
         self._listeners: dict[str, _Listener] = {}
+        # Called with the id of a machine whose last connection has ended.
+        self.on_end: Callable[[str], None] = lambda _: None
 
     @property
     def count(self) -> int:
@@ -74,6 +77,7 @@ class EventSockets:
         finally:
             if self._listeners.get(node_id) is listener:
                 del self._listeners[node_id]
+                self.on_end(node_id)
             reading.cancel()
             sending.cancel()
             await asyncio.gather(reading, sending, return_exceptions=True)

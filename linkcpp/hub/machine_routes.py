@@ -35,13 +35,18 @@ def add_machine_routes(app: FastAPI, hub: Hub) -> None:
     @app.get(
         "/v1/nodes",
         tags=["machines"],
-        summary="All machines that joined",
+        summary="All machines that joined; nodes are asked first whether they are there, if wanted",
         response_model=NodeList,
         dependencies=[allow(Role.BACKBONE, Role.ADMIN)],
     )
-    async def list_nodes() -> Response:
+    async def list_nodes(ask: bool = False) -> Response:
+        silent_ids: frozenset[str] = frozenset()
+        if ask:
+            silent_ids = await hub.lookout.silent(hub.directory.nodes_online(hub.clock()))
         revoked_ids = hub.directory.revoked_ids()
-        pieces = await hub.read(lambda engine: nodes_json(engine, hub.clock(), revoked_ids))
+        pieces = await hub.read(
+            lambda engine: nodes_json(engine, hub.clock(), revoked_ids, silent_ids)
+        )
         length = {"Content-Length": str(sum(map(len, pieces)))}
         return StreamingResponse(_taken_from(pieces), headers=length, media_type=_JSON)
 

@@ -140,10 +140,16 @@ def node_json(engine: Engine, node_id: str, now: float, revoked_ids: frozenset[s
     return _machine_json(row, now, revoked_ids).encode()
 
 
-def nodes_json(engine: Engine, now: float, revoked_ids: frozenset[str]) -> deque[bytes]:
+def nodes_json(
+    engine: Engine,
+    now: float,
+    revoked_ids: frozenset[str],
+    silent_ids: frozenset[str] = frozenset(),
+) -> deque[bytes]:
     """Write all machines as a ``NodeList`` in JSON, in the order of their names, in pieces.
 
-    Those of ``revoked_ids`` are revoked, though that may not be written yet.
+    Those of ``revoked_ids`` are revoked, though that may not be written yet. Those of
+    ``silent_ids`` did not answer.
 
     With ten thousand machines it has tens of megabytes: in one piece they would be copied again and
     again, and every other call would wait meanwhile.
@@ -155,12 +161,18 @@ def nodes_json(engine: Engine, now: float, revoked_ids: frozenset[str]) -> deque
         for part in rows.partitions():
             if len(pieces) > 1:
                 pieces.append(b",")
-            pieces.append(",".join(_machine_json(row, now, revoked_ids) for row in part).encode())
+            written = (_machine_json(row, now, revoked_ids, silent_ids) for row in part)
+            pieces.append(",".join(written).encode())
     pieces.append(f'],"hub_time":{json.dumps(now)}}}'.encode())
     return pieces
 
 
-def _machine_json(row: Row[Any], now: float, revoked_ids: frozenset[str]) -> str:
+def _machine_json(
+    row: Row[Any],
+    now: float,
+    revoked_ids: frozenset[str],
+    silent_ids: frozenset[str] = frozenset(),
+) -> str:
     # The state stays as it was validated when it came: parsing thousands of them to write them
     # again would hold up every heartbeat meanwhile.
     head = RegisteredNode.model_validate(
@@ -174,6 +186,7 @@ def _machine_json(row: Row[Any], now: float, revoked_ids: frozenset[str]) -> str
             "is_revoked": row.revoked_at is not None or row.node_id in revoked_ids,
             "presence": presence(row.last_seen, now, row.left_at),
             "has_left": row.left_at is not None,
+            "is_silent": row.node_id in silent_ids,
             "last_seen": row.last_seen,
             "state": None,
         }

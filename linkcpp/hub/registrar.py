@@ -12,6 +12,7 @@ from linkcpp.hub.edges import Edges
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.heartbeat_rows import HeartbeatRow, LeaveRow
 from linkcpp.hub.identity import HubIdentity
+from linkcpp.hub.lookout import Lookout
 from linkcpp.hub.nonces import NonceMemory
 from linkcpp.hub.problems import HubProblem, revoked
 from linkcpp.hub.schema import GATEWAYS
@@ -49,6 +50,7 @@ class Registrar:
         events: EventSockets,
         edges: Edges,
         *,
+        lookout: Lookout,
         clock: Callable[[], float],
     ) -> None:
         self._identity = identity
@@ -56,6 +58,7 @@ class Registrar:
         self._writer = writer
         self._events = events
         self._edges = edges
+        self._lookout = lookout
         self._clock = clock
         self._nonces = NonceMemory(clock())
 
@@ -122,12 +125,15 @@ class Registrar:
                 "A node can tell only of itself.",
                 hint="Its id changed while it ran: start `linkcpp join` again.",
             )
+        left_before = self._directory.machines[node_id].left_at
         state = body.state.model_dump_json() if body.state is not None else None
         await self._writer.heartbeat(HeartbeatRow(node_id, now, body.sequence, state))
         # Only now: it may have joined again meanwhile.
         machine = self._directory.machines[node_id]
         machine.last_seen = now
-        machine.left_at = None
+        if machine.left_at == left_before:  # else it left while this was written
+            machine.left_at = None
+            self._lookout.heard(node_id)
         if body.state is not None:
             machine.take_state(body.state)
         offers = self._edges.take_waiting(node_id)
@@ -145,6 +151,7 @@ class Registrar:
         """Note that a node stops; its next heartbeat brings it back. Its edges wait for that."""
         now = self._clock()
         self._directory.machines[node_id].left_at = now
+        self._lookout.lost(node_id)
         await self._writer.heartbeat(LeaveRow(node_id, now))
 
     async def revoke(self, node_id: str) -> HubProblem | None:

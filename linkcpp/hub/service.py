@@ -19,6 +19,7 @@ from linkcpp.hub.edges import Edges
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.identity import load_hub_identity
 from linkcpp.hub.join_tokens import create_join_token, revoke_join_token
+from linkcpp.hub.lookout import Lookout
 from linkcpp.hub.metrics import HubMetrics
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.registrar import Registrar
@@ -63,9 +64,23 @@ class Hub(AsyncClosing):
         self._engine = engine
         self.directory = load_directory(engine, clock())
         self.writer = Writer(engine, self.metrics.observe_commit)
-        self.edges = Edges(self.identity, self.directory, self.writer, self.events, clock)
+        self.lookout = Lookout(self.events)
+        self.edges = Edges(
+            self.identity,
+            self.directory,
+            self.writer,
+            self.events,
+            lookout=self.lookout,
+            clock=clock,
+        )
         self.registrar = Registrar(
-            self.identity, self.directory, self.writer, self.events, self.edges, clock=clock
+            self.identity,
+            self.directory,
+            self.writer,
+            self.events,
+            self.edges,
+            lookout=self.lookout,
+            clock=clock,
         )
         self._watch()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="hub-reader")

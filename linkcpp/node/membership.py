@@ -16,7 +16,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.connection import HubError, HubRefusedError
-from linkcpp.registry.edges import CloseEvent, EdgeEvent, EdgeOffer, HubEvent
+from linkcpp.registry.edges import CloseEvent, EdgeEvent, EdgeOffer, HubEvent, LookEvent
 from linkcpp.registry.fields import MOST_EDGES_PER_NODE
 from linkcpp.registry.measuring import relay_rtts_ms
 from linkcpp.registry.records import HEARTBEAT_SECONDS, Heartbeat, HeldUnits, NodeState
@@ -85,6 +85,7 @@ class Membership:
         self._rtts_ms: dict[str, float] = {}
         self._is_away = False
         self._wake = asyncio.Event()
+        self._heard = asyncio.Event()
 
     async def run(self) -> None:
         """Stay until cancelled, then say goodbye.
@@ -114,6 +115,8 @@ class Membership:
         sequence = 0
         while True:
             pause_seconds = HEARTBEAT_SECONDS / 2
+            # Whoever wakes it from here on wants a heartbeat that begins later than this one.
+            self._wake.clear()
             state = await self._state()
             news = state if told is None or has_news(told, state) else None
             edges = self._edges.edge_ids[:MOST_EDGES_PER_NODE]
@@ -137,7 +140,6 @@ class Membership:
         """Wait until the next heartbeat is due, or sooner where a plan would notice a change."""
         spread = most_seconds * random.uniform(1 - _SPREAD, 1 + _SPREAD)  # noqa: S311 - no secret
         due = monotonic() + max(spread, 0.05)
-        self._wake.clear()
         while (left := due - monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, _LOOK_SECONDS)):
@@ -157,7 +159,11 @@ class Membership:
                         await self._take(event)
             except HubError as error:
                 self._note_failure(error)
-            await asyncio.sleep(pause_seconds * random.uniform(0.5, 1.0))  # noqa: S311
+            self._heard.clear()
+            with contextlib.suppress(TimeoutError):
+                # Until a heartbeat tells that the hub is there again.
+                async with asyncio.timeout(pause_seconds * random.uniform(0.5, 1.0)):  # noqa: S311
+                    await self._heard.wait()
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
     async def _take(self, event: HubEvent) -> None:
@@ -165,6 +171,8 @@ class Membership:
             await self._take_part(event.offer)
         elif isinstance(event, CloseEvent):
             await self._edges.close_edge(event.edge_id)
+        elif isinstance(event, LookEvent):
+            self._wake.set()
         else:
             raise revoked(self._client.url)
 
@@ -202,6 +210,7 @@ class Membership:
     def _note_success(self) -> None:
         if self._is_away:
             _log.info("the hub at %s answers again", self._client.url)
+            self._heard.set()
         self._is_away = False
 
 

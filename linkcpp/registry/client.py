@@ -74,9 +74,9 @@ class HubClient(HubConnection):
         """Tell that this node stops."""
         await self.exchange("POST", "/v1/leave")
 
-    async def nodes(self) -> NodeList:
-        """List all machines that joined."""
-        return await self.call(NodeList, "GET", "/v1/nodes")
+    async def nodes(self, *, ask: bool = False) -> NodeList:
+        """List all machines that joined; ``ask`` has the hub ask nodes whether they are there."""
+        return await self.call(NodeList, "GET", f"/v1/nodes{'?ask=true' if ask else ''}")
 
     async def node(self, node_id: str) -> RegisteredNode:
         """Look at one machine."""

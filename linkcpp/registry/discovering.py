@@ -100,12 +100,12 @@ async def _alone(engine: Engine | None) -> Discovery:
 
 
 async def hub_nodes(client: HubClient, coordinator: NodeRecord) -> tuple[DiscoveredNode, ...]:
-    """Ask a hub for its nodes, and measure how far its gateways are.
+    """Ask a hub for its nodes, which it asks in turn, and measure how far its gateways are.
 
     Raises:
         HubError: it does not answer, or this machine may not ask.
     """
-    listed = await client.nodes()
+    listed = await client.nodes(ask=True)
     gateways = await client.gateways()
     rtts_ms = await relay_rtts_ms(gateways.gateways)
     return describe_registered(listed, coordinator, hub_url=client.url, rtts_ms=rtts_ms)
@@ -149,9 +149,11 @@ def _described(
         reason = known or ""
         if record.node_id != node.node_id:
             record, status, reason = None, NodeStatus.NOT_A_NODE, "it tells of another machine"
-    if node.presence is Presence.STALE and node.last_seen is not None:
+    if (node.is_silent or node.presence is Presence.STALE) and node.last_seen is not None:
         silent_seconds = max(0.0, hub_time - node.last_seen)
         reason = f"the hub has not heard of it for {silent_seconds:.0f} seconds"
+        if node.is_silent:
+            reason += ", and it does not answer now"
         status = NodeStatus.STALE
     return DiscoveredNode(
         name=printable(node.name),

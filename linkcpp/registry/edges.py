@@ -26,6 +26,8 @@ from linkcpp.registry.fields import (
 )
 
 GATEWAY_HEARTBEAT_SECONDS = 2.0
+# The code of a refusal: the hub does not make an edge to a node that is not there.
+NODE_GONE = "node_gone"
 
 
 class EdgeRole(StrEnum):
@@ -111,7 +113,13 @@ class RevokedEvent(WireRecord):
     type: Literal["revoked"] = "revoked"
 
 
-HubEvent = EdgeEvent | CloseEvent | RevokedEvent
+class LookEvent(WireRecord):
+    """Somebody wants to count on this node: tell at once, by a heartbeat, that it is there."""
+
+    type: Literal["look"] = "look"
+
+
+HubEvent = EdgeEvent | CloseEvent | RevokedEvent | LookEvent
 HUB_EVENT: TypeAdapter[HubEvent] = TypeAdapter(Annotated[HubEvent, Field(discriminator="type")])
 
 

@@ -9,6 +9,7 @@
 | ``POST /v1/leave`` | node | | 204: it stops, and is gone at once |
 | ``GET /v1/events`` | node, backbone | WebSocket | text messages, each a ``HubEvent`` |
 | ``GET /v1/nodes``, ``/v1/nodes/{id}`` | backbone, admin | | ``NodeList``, ``RegisteredNode`` |
+| ``GET /v1/nodes?ask=true`` | backbone, admin | | ``NodeList``, its nodes asked before |
 | ``DELETE /v1/nodes/{id}`` | admin | | 204: the node is revoked |
 | ``POST /v1/edges`` | backbone | ``EdgeRequest`` | 201 ``EdgeOffer`` |
 | ``POST /v1/edges/{id}/offer`` | backbone | ``OfferRequest`` | ``EdgeOffer`` of the same edge |
@@ -177,7 +178,8 @@ class RegisteredNode(WireRecord):
     """A machine as the hub knows it; ``state`` is ``None`` before its first whole heartbeat.
 
     ``last_seen`` is ``None`` for a machine that never sent a heartbeat, such as a coordinator.
-    A node that ``has_left`` is gone because it said so.
+    A node that ``has_left`` is gone because it said so; one that ``is_silent`` was asked just now
+    whether it is there, and did not answer.
     """
 
     node_id: MachineId
@@ -189,6 +191,7 @@ class RegisteredNode(WireRecord):
     is_revoked: bool
     presence: Presence
     has_left: bool = False
+    is_silent: bool = False
     last_seen: UnixTime | None
     state: NodeState | None
 

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from linkcpp.cluster.records import NodeRecord
+from linkcpp.cluster.records import NodeRecord, NodeStatus
+from linkcpp.edge.offers import EdgeEndedError, HubOffers
+from linkcpp.hub import lookout
 from linkcpp.hub.presence import presence
 from linkcpp.node import membership
 from linkcpp.node.membership import Membership, has_news
+from linkcpp.registry.connection import HubRefusedError
+from linkcpp.registry.discovering import describe_registered
+from linkcpp.registry.edges import NODE_GONE, EdgeRequest
 from linkcpp.registry.records import NodeState, Presence, RegisteredNode, Role
-from tests.cluster.peers import fingerprint, node_record
+from tests.cluster.peers import COORDINATOR, fingerprint, node_record
 from tests.edge.programs import until
 from tests.hub.hubs import Machine, RunningHub, node_state, running_hub
 
@@ -71,10 +76,23 @@ class Watched:
     def __init__(self, hub: RunningHub, node: Machine, backbone: Machine) -> None:
         self.node = node
         self._hub = hub
-        self._backbone = backbone
+        self.backbone = backbone
 
     async def look(self) -> RegisteredNode:
-        return await self._backbone.client.node(self.node.node_id)
+        return await self.backbone.client.node(self.node.node_id)
+
+    async def asked(self) -> bool:
+        """Have the hub ask the node, and tell whether it is silent."""
+        (node,) = [
+            one
+            for one in (await self.backbone.client.nodes(ask=True)).nodes
+            if one.node_id == self.node.node_id
+        ]
+        return node.is_silent
+
+    def forget(self) -> None:
+        """Let the hub not have heard of the node just now."""
+        self._hub.hub.lookout.lost(self.node.node_id)
 
     @asynccontextmanager
     async def member(self) -> AsyncIterator[None]:
@@ -120,3 +138,40 @@ async def test_a_hub_that_does_not_answer_does_not_keep_a_node_from_stopping(
     async with watched.member():
         pass
     assert (await watched.look()).presence is Presence.ONLINE
+
+
+async def test_a_node_says_at_once_that_it_is_there_when_it_is_asked(watched: Watched) -> None:
+    async with watched.member():
+        before = (await watched.look()).last_seen
+        assert await watched.asked() is False
+        watched.forget()
+        assert await watched.asked() is False
+        seen = (await watched.look()).last_seen
+        assert before is not None and seen is not None and seen > before
+
+
+async def test_a_node_that_was_killed_is_not_counted_on_though_no_heartbeat_is_late(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookout, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(lookout, "_RETURN_SECONDS", 0.0)
+    monkeypatch.setattr(membership, "_LEAVING_SECONDS", 0.05)
+    monkeypatch.setattr(watched.node.client, "leave", asyncio.Event().wait)
+    async with watched.member():
+        pass
+    assert (await watched.look()).presence is Presence.ONLINE
+    watched.forget()
+    while not await watched.asked():  # a heartbeat was still on its way
+        watched.forget()
+    ready = describe_registered(
+        await watched.backbone.client.nodes(ask=True), COORDINATOR, hub_url="http://x", rtts_ms={}
+    )
+    assert [(node.status, "does not answer" in (node.reason or "")) for node in ready] == [
+        (NodeStatus.STALE, True)
+    ]
+    with pytest.raises(HubRefusedError, match="does not answer this hub") as refused:
+        await watched.backbone.client.create_edge(EdgeRequest(node_id=watched.node.node_id))
+    assert refused.value.code == NODE_GONE
+    offers = HubOffers(watched.backbone.client, watched.node.node_id)
+    with pytest.raises(EdgeEndedError):
+        await offers.offer(())
