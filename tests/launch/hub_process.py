@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from linkcpp.cluster.identity import load_identity
+from linkcpp.engine.records import EngineLocation
 from linkcpp.registry.client import join_hub
 from linkcpp.registry.keys import load_keys
 from tests.launch.swarm import wait_until
@@ -50,11 +51,37 @@ class HubProcess:
     def join(self) -> None:
         """Let the machine of this process's folders join as a coordinator."""
         if not self._token:
-            words = ("token", "create", "--role", "backbone", "--uses", "1000")
-            self._token = self._run(*words, "--data", str(self.data)).strip()
+            self._token = self._join_token("backbone")
         identity, keys = load_identity(), load_keys()
         joining = join_hub(self.url, self._token, identity=identity, keys=keys, allow_plain=True)
         asyncio.run(joining)
+
+    @contextlib.contextmanager
+    def node(self, home: Path, engine: EngineLocation) -> "Iterator[subprocess.Popen[bytes]]":
+        """Run ``linkcpp join`` with folders of its own, until it is killed or the block ends."""
+        assert engine.rpc_server is not None
+        home.mkdir()
+        log = home / "log"
+        environment = {
+            **os.environ,
+            "LINKCPP_HOME": str(home),
+            "LINKCPP_ENGINE": str(engine.rpc_server.parent),
+            "LINKCPP_JOIN_TOKEN": self._join_token("node"),
+        }
+        words = ("join", self.url, "--no-listen", "--name", home.name, "--memory", "1GB")
+        command = [sys.executable, "-m", "linkcpp.cli.main", *words]
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        try:
+            wait_until(lambda: "Ctrl-C stops it" in log.read_text(), process)
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def _join_token(self, role: str) -> str:
+        words = ("token", "create", "--role", role, "--uses", "1000", "--data", str(self.data))
+        return self._run(*words).strip()
 
     def _command(self, *words: str) -> list[str]:
         return [sys.executable, "-m", "linkcpp.cli.main", "hub", "--data", str(self.data), *words]

@@ -9,7 +9,7 @@ from linkcpp.planning.records import Plan
 from linkcpp.registry.hub_places import HubPlace
 from tests.launch.expert_plans import HERE, expert_counts, experts_plan
 from tests.launch.hub_process import HubProcess, hub_process
-from tests.launch.swarm import Swarm, one_process, tokens
+from tests.launch.swarm import Swarm, one_process, tokens, wait_until
 from tests.support.engines import prebuilt_engine
 from tests.support.models import qwen3moe
 
@@ -64,3 +64,22 @@ def test_all_weights_come_from_the_hub_and_the_answer_is_that_of_one_process(
     assert swarm.run("verify", "mix", *words, "--json").json["verdict"] == "exact"
     swarm.run("stop", "mix")
     assert not swarm.processes()
+
+
+def test_a_node_that_was_killed_is_not_counted_on_though_its_hub_just_heard_of_it(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    def statuses() -> dict[str, str]:
+        found = swarm.run("discover", "--hub", hub.url, "--no-mdns", "--json").json["nodes"]
+        return {node["name"]: node["status"] for node in found}
+
+    with hub_process(tmp_path) as hub:
+        hub.join()
+        engine = prebuilt_engine()
+        with hub.node(tmp_path / "attic", engine) as attic:
+            wait_until(lambda: statuses() == {"attic": "ready"})
+            attic.kill()
+            attic.wait()
+            with hub.node(tmp_path / "cellar", engine):
+                wait_until(lambda: statuses().get("cellar") == "ready")
+                assert statuses() == {"attic": "stale", "cellar": "ready"}
