@@ -208,7 +208,7 @@ def launch(made: Place, hub_url: str) -> str:
         "--hub",
         hub_url,
         "--memory",
-        "291MB",
+        "526MB",
         "--reserve",
         "0",
         "-o",

@@ -18,6 +18,7 @@ from typing import Any
 from demo_experts import demo_experts
 from demo_parts import (
     NODES,
+    PROGRAM_BYTES,
     Person,
     compare,
     label,
@@ -39,6 +40,7 @@ from linkcpp.common.sockets import free_port
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.model.inventory import read_inventory
+from linkcpp.node.limits import AGENT_BYTES
 
 PROMPT = "Once upon a time, in a small village by the sea, there lived"
 
@@ -101,8 +103,8 @@ def _demo(arguments: argparse.Namespace, stack: ExitStack) -> int:
     )
     user.run("token", "create")
     token_file = folder / "you" / "config" / "token"
-    # Besides its third, a node needs its rpc-server's own memory, compute buffers and KV cache.
-    memory = megabytes(int(inventory.file_bytes / 3 * 1.3) + 128 * 10**6)
+    # Besides its third, a node needs what agent and rpc-server take, compute buffers and KV cache.
+    memory = megabytes(int(inventory.file_bytes / 3 * 1.3) + AGENT_BYTES + 128 * 10**6)
     nodes = [start_node(name, folder, token_file, memory=memory, stack=stack) for name in NODES]
     by_url = [part for node in nodes for part in ("--node", node.url)]
 
@@ -112,7 +114,7 @@ def _demo(arguments: argparse.Namespace, stack: ExitStack) -> int:
     title("3. Who holds what")
     plan = folder / "plan.json"
     # The coordinator offers little more than the input embeddings, so the nodes hold the layers.
-    coordinator = megabytes(inventory.embedding_bytes + 16 * 10**6)
+    coordinator = megabytes(inventory.embedding_bytes + PROGRAM_BYTES + 16 * 10**6)
     user.run(
         "plan", "--model", str(model), "--mode", "layers", "--min-nodes", "3", "--no-mdns", *by_url,
         "--context", "1024", "--memory", coordinator, "-o", str(plan),

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 from demo_parts import (
     NODES,
+    PROGRAM_BYTES,
     Node,
     Person,
     compare,
@@ -40,6 +41,7 @@ from linkcpp.common.units import format_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.model.inventory import read_inventory
 from linkcpp.model.moeify import moeify
+from linkcpp.node.limits import AGENT_BYTES
 
 EXPERT_COUNT = 8
 VICTIM = 1
@@ -113,7 +115,7 @@ def demo_experts(
 def _start(name: str, folder: Path, model: Path, stack: ExitStack, *, port: int = 0) -> Node:
     token_file = folder / "you" / "config" / "token"
     # Room for three quarters of the experts, beside the programs and buffers of a worker.
-    memory = megabytes(int(0.8 * _expert_bytes(model)) + 380 * 10**6)
+    memory = megabytes(int(0.8 * _expert_bytes(model)) + AGENT_BYTES + 380 * 10**6)
     cores = _cores()
     with _only([cores[NODES.index(name) % len(cores)]] if cores else []):
         return start_node(name, folder, token_file, memory=memory, stack=stack, port=port)
@@ -159,7 +161,7 @@ def _templates(folder: Path, *, threads: int) -> str:
 
 def _backbone_memory(model: Path) -> str:
     """Room for all but the experts, which the nodes must hold then."""
-    return megabytes(model.stat().st_size - _expert_bytes(model) + 340 * 10**6)
+    return megabytes(model.stat().st_size - _expert_bytes(model) + PROGRAM_BYTES + 340 * 10**6)
 
 
 def _expert_bytes(model: Path) -> int:

@@ -20,7 +20,10 @@ from linkcpp.cli.output import console, working
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.sockets import free_port
 from linkcpp.engine.records import Engine
+from linkcpp.planning.costs import HOST_PROGRAM_BYTES
 
+# What a deployment's programs take of the coordinator, and a twentieth of it that stays free.
+PROGRAM_BYTES = HOST_PROGRAM_BYTES * 20 // 19
 NODES = ("gaming-pc", "mac", "old-server")
 screen = console()
 

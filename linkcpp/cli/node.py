@@ -43,8 +43,8 @@ def node(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="The most that this machine gives, like 6GB. What an rpc-server takes for itself, "
-            "about 90 MB for each deployment, comes out of it."
+            help="The most that this machine gives, like 6GB. What the agent takes for itself, "
+            "100 MB, and an rpc-server, about 90 MB for each deployment, comes out of it."
         ),
     ] = None,
     slices: Annotated[

@@ -19,6 +19,7 @@ from linkcpp.common.units import format_bytes
 from linkcpp.engine.records import Engine
 from linkcpp.node.agent import AgentOptions, NodeAgent, engine_or_problem, measure_overhead
 from linkcpp.node.joining import Joining
+from linkcpp.node.limits import AGENT_BYTES
 
 
 def check_options(options: AgentOptions, engine: Engine, overhead_bytes: int) -> None:
@@ -30,10 +31,11 @@ def check_options(options: AgentOptions, engine: Engine, overhead_bytes: int) ->
     if engine.problem is not None:
         return
     limit = options.memory_limit_bytes
-    if limit is not None and limit <= overhead_bytes:
+    if limit is not None and limit <= AGENT_BYTES + overhead_bytes:
         raise LinkcppError(
-            f"A limit of {format_bytes(limit)} leaves nothing to offer: an rpc-server takes "
-            f"{format_bytes(overhead_bytes)} for itself.",
+            f"A limit of {format_bytes(limit)} leaves nothing to offer: the agent takes "
+            f"{format_bytes(AGENT_BYTES)} and an rpc-server {format_bytes(overhead_bytes)} for "
+            "itself.",
             hint="Give more with --memory (or memory_limit in config.toml), such as --memory 2GB.",
         )
     known = list(dict.fromkeys([*(device.name for device in engine.devices), CPU]))
@@ -114,4 +116,6 @@ def _deductions(device: NodeDevice, record: NodeRecord, kept_bytes: int) -> str:
     words = [f"limit {format_bytes(limit)}"] if limit is not None else []
     if device.is_cpu:
         words.append(f"{format_bytes(kept_bytes)} kept for the rpc-server itself")
+        if limit is not None:
+            words.append(f"{format_bytes(AGENT_BYTES)} for the agent")
     return f": {', '.join(words)}" if words else ""

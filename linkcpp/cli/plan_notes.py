@@ -32,6 +32,7 @@ def parts_text(memory: DeviceMemory) -> str:
         ("state", memory.recurrent_bytes),
         ("snapshots", memory.checkpoint_bytes),
         ("buffers", memory.compute_bytes),
+        ("programs", memory.program_bytes),
     )
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
 

@@ -26,6 +26,7 @@ _KINDS = (
     ("state", "magenta"),
     ("snapshots", "blue"),
     ("buffers", "yellow"),
+    ("programs", "red"),
     ("reserve", "bright_black"),
 )
 
@@ -152,6 +153,7 @@ def _memory_bar(memory: DeviceMemory) -> Text:
         memory.recurrent_bytes,
         memory.checkpoint_bytes,
         memory.compute_bytes,
+        memory.program_bytes,
         memory.reserve_bytes,
     )
     total = max(memory.available_bytes, sum(sizes), 1)

@@ -162,7 +162,7 @@ def _report_view(report: DeploymentReport) -> list[RenderableType]:
     ways = [
         f"  {stage.node_name} by {without_ids(stage.way)}" for stage in state.stages if stage.way
     ]
-    facts = [*_explanation(report), _facts(state)]
+    facts = [*_explanation(report), _facts(state), *_memory(report)]
     if state.chat_url:
         sentence = chat_sentence(state.chat_url, needs_key=bool(state.api_key_file))
         facts.append(f"  {sentence}")
@@ -185,11 +185,22 @@ def _facts(state: DeploymentState) -> str:
     return f"  {', '.join(facts)}"
 
 
+def _memory(report: DeploymentReport) -> list[RenderableType]:
+    memory = report.memory
+    if memory is None:
+        return []
+    return [
+        f"  RAM here: {format_bytes(memory.used_bytes)} in use, "
+        f"{format_bytes(memory.planned_bytes)} planned, "
+        f"{format_bytes(memory.allowed_bytes)} allowed"
+    ]
+
+
 def _stage_table(state: DeploymentState) -> Table:
     table = WholeTable("node", box=None, padding=(0, 1), header_style="dim")
     for title in ("device", "layers"):
         table.add_column(title, no_wrap=True)
-    for title in ("planned", "held", "memory", "rtt", "carried"):
+    for title in ("planned", "held", "memory", "in use", "rtt", "carried"):
         table.add_column(title, justify="right", no_wrap=True)
     for stage in state.stages:
         table.add_row(*_stage_cells(stage))
@@ -206,6 +217,7 @@ def _stage_cells(stage: StageState) -> list[str]:
         format_bytes(stage.planned_weight_bytes),
         "-" if held is None else format_bytes(held),
         format_bytes(stage.allocated_bytes or stage.planned_memory_bytes),
+        format_bytes(stage.resident_bytes) if stage.resident_bytes else "-",
         "-" if stage.rtt_ms is None else f"{stage.rtt_ms:.2f} ms",
         "-" if stage.is_coordinator else format_bytes(stage.carried_bytes),
     ]

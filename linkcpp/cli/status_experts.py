@@ -13,7 +13,8 @@ def experts_view(experts: ExpertsState) -> list[RenderableType]:
     """Return what every worker holds and did, and what nobody did."""
     table = WholeTable("worker", box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("state", no_wrap=True)
-    for title in ("experts", "held", "replicas", "pairs", "bytes", "wait ms", "work ms", "failed"):
+    numbers = ("experts", "held", "planned", "in use", "replicas", "pairs", "bytes")
+    for title in (*numbers, "wait ms", "work ms", "failed"):
         table.add_column(title, justify="right", no_wrap=True)
     for worker in experts.workers:
         table.add_row(*_cells(worker))
@@ -36,6 +37,8 @@ def _cells(worker: WorkerState) -> list[str | Text]:
         _state(worker),
         f"{count:,}",
         "-" if worker.slab_bytes is None else format_bytes(worker.slab_bytes),
+        format_bytes(worker.planned_memory_bytes),
+        format_bytes(worker.resident_bytes) if worker.resident_bytes else "-",
         str(worker.replica_count),
         f"{total.pair_count:,}",
         format_bytes(total.sent_bytes + total.received_bytes),

@@ -186,6 +186,7 @@ def _changes(state: DeploymentState, event: Event, now: float) -> dict[str, Any]
                 "server_id": server.server_id,
                 "held_weight_bytes": server.tensor_bytes,
                 "allocated_bytes": server.allocated_bytes,
+                "resident_bytes": server.resident_bytes,
             }
             return {"stages": _with(state.stages, [stage], seen)}
         case TunnelOpened(stage, endpoint):

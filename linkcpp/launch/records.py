@@ -80,6 +80,7 @@ class StageState(Record):
 
     ``held_weight_bytes`` is what the node's agent counted as written; the ``*_buffer_bytes`` are
     what llama-server logged (rounded by it to 10 KiB); ``None`` where nothing was told yet.
+    ``resident_bytes`` is what the rpc-server and its keeper have of the node's main memory.
     ``carried_bytes`` went over the link in both directions since the stage started. ``way`` says
     in words how a node of a hub is reached, and why so.
     """
@@ -103,6 +104,7 @@ class StageState(Record):
     kv_buffer_bytes: int | None = None
     recurrent_buffer_bytes: int | None = None
     compute_buffer_bytes: int | None = None
+    resident_bytes: int = 0
     carried_bytes: int = 0
     rtt_ms: float | None = None
     way: str | None = None

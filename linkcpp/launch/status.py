@@ -22,10 +22,22 @@ class Condition(StrEnum):
     UNREADABLE = "unreadable"
 
 
+class MemoryHere(Record):
+    """This machine's RAM in bytes: what all programs of a deployment have, and what was planned.
+
+    Pages that several of them share count once. ``allowed_bytes`` is what the plan was given.
+    """
+
+    used_bytes: int
+    planned_bytes: int
+    allowed_bytes: int
+
+
 class DeploymentReport(Record):
     """One deployment as ``status`` shows it. ``advice`` says what to do, where there is something.
 
-    ``uptime_seconds`` counts since the API became ready the last time.
+    ``uptime_seconds`` counts since the API became ready the last time. ``memory`` is told of a
+    deployment that somebody looks after.
     """
 
     name: str
@@ -34,6 +46,7 @@ class DeploymentReport(Record):
     advice: str | None
     uptime_seconds: float | None
     state: DeploymentState | None
+    memory: MemoryHere | None = None
 
 
 def report_on(folder: DeploymentFolder) -> DeploymentReport:
@@ -51,13 +64,39 @@ def report_on(folder: DeploymentFolder) -> DeploymentReport:
             uptime_seconds=None,
             state=None,
         )
-    return judge(
+    report = judge(
         state,
         has_supervisor=has_supervisor,
         booted_at=psutil.boot_time(),
         engine_is_alive=is_alive(state.llama_server),
         now=time.time(),
     )
+    if not has_supervisor or not is_alive(state.supervisor):
+        return report
+    return report.model_copy(update={"memory": _memory_of(folder, state)})
+
+
+def _memory_of(folder: DeploymentFolder, state: DeploymentState) -> MemoryHere | None:
+    try:
+        planned = folder.read_plan().coordinator_memory
+        supervisor = psutil.Process(state.supervisor.pid if state.supervisor else None)
+        programs = [supervisor, *supervisor.children(recursive=True)]
+    except (LinkcppError, psutil.Error):
+        return None
+    return MemoryHere(
+        used_bytes=sum(map(_share_of_memory, programs)),
+        planned_bytes=planned.used_bytes,
+        allowed_bytes=planned.available_bytes,
+    )
+
+
+def _share_of_memory(program: psutil.Process) -> int:
+    """Return a process's memory, its part of what it shares with others; only Linux tells that."""
+    try:
+        memory = program.memory_full_info()
+        return int(getattr(memory, "pss", memory.uss))
+    except psutil.Error:
+        return 0
 
 
 def judge(

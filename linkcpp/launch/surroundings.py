@@ -26,7 +26,6 @@ from linkcpp.node.reaching import Reach
 from linkcpp.planning.documents import check_plan_model
 from linkcpp.planning.offers import is_usable
 from linkcpp.planning.records import Plan, PlanMode, PlanOptions
-from linkcpp.planning.shortfall import InfeasibleError, make_plan
 from linkcpp.registry.discovering import find_everywhere
 from linkcpp.registry.finding_models import read_inventory_anywhere
 from linkcpp.registry.hub_places import parse_hub_location
@@ -202,6 +201,9 @@ def plan_again(inventory: ModelInventory, cluster: Cluster, options: PlanOptions
     Raises:
         LinkcppError: it does not fit in any mode; says what the wanted one would need.
     """
+    # A supervisor lives for weeks and hardly ever plans: the solver takes 6 MB.
+    from linkcpp.planning.shortfall import InfeasibleError, make_plan  # noqa: PLC0415
+
     try:
         return make_plan(inventory, cluster, options)
     except InfeasibleError:

@@ -26,7 +26,7 @@ from linkcpp.node.access import AgentTokens
 from linkcpp.node.app import create_app
 from linkcpp.node.connection import PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS
 from linkcpp.node.joining import Joining
-from linkcpp.node.limits import WORK_BYTES, promised
+from linkcpp.node.limits import AGENT_BYTES, WORK_BYTES, promised
 from linkcpp.node.managed import resident_bytes
 from linkcpp.node.membership import Membership
 from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
@@ -137,10 +137,14 @@ class NodeAgent:
         return promised((*self.servers.holdings(), *self.workers.holdings()))
 
     def _with_next_overhead(self) -> dict[str, Promise]:
-        # Whoever takes the offer starts one more server, which costs this much besides.
+        # Whoever takes the offer starts one more server, which costs this much besides; the agent
+        # has its own part already.
         promises = self._promises()
         cpu = promises.get(CPU, Promise(0))
-        promises[CPU] = Promise(cpu.memory_bytes + self.servers.overhead_bytes, cpu.allocated_bytes)
+        promises[CPU] = Promise(
+            cpu.memory_bytes + AGENT_BYTES + self.servers.overhead_bytes,
+            cpu.allocated_bytes + AGENT_BYTES,
+        )
         return promises
 
     async def serve(

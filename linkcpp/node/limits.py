@@ -13,6 +13,8 @@ from linkcpp.node.records import WORKER_SCRATCH_BYTES
 # What an rpc-server may need besides its idle self and the buffers that it was promised: the work
 # space of a mat-mul, the graph, one piece of a tensor on its way in and one out.
 WORK_BYTES = 64 * 2**20
+# The agent itself: 72 MB, 92 MB with what it shares with other programs of linkcpp.
+AGENT_BYTES = 96 * 2**20
 
 _STACK_BYTES = 8 * 2**20
 _PARTLY_WRITABLE = frozenset({"CPU", "CUDA", "ROCm", "Vulkan", "MTL"})

@@ -81,8 +81,12 @@ class Managed:
     @property
     def holding(self) -> Holding:
         """The memory that it was promised and has."""
-        resident = resident_bytes(self.process, self.descendants) if self.process else 0
-        return Holding(self.device, self.memory_bytes, self.overhead_bytes, resident)
+        return Holding(self.device, self.memory_bytes, self.overhead_bytes, self.resident_bytes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """The main memory that its processes have now."""
+        return resident_bytes(self.process, self.descendants) if self.process else 0
 
     def log_paths(self) -> tuple[Path, ...]:
         """The files that tell what it printed."""

@@ -124,6 +124,7 @@ class ServerRecord(WireRecord):
 
     ``allocated_bytes`` is what the current client holds in buffers; ``tensor_bytes`` counts the
     weights written into them, so a coordinator can prove that a node holds what it should.
+    ``resident_bytes`` is what its processes have of the main memory.
     """
 
     server_id: ServerId
@@ -135,6 +136,7 @@ class ServerRecord(WireRecord):
     allocated_bytes: int
     tensor_bytes: int
     is_bridged: bool
+    resident_bytes: int = 0
 
 
 class ServerList(WireRecord):
@@ -228,7 +230,10 @@ WORKER_SCRATCH_BYTES = 64 * 2**20
 
 
 class WorkerRecord(WireRecord):
-    """An expert worker as its agent sees it; ``slab_bytes`` is what its experts take."""
+    """An expert worker as its agent sees it; ``slab_bytes`` is what its experts take.
+
+    ``resident_bytes`` is what its processes have of the main memory.
+    """
 
     worker_id: WorkerId
     deployment: str
@@ -241,6 +246,7 @@ class WorkerRecord(WireRecord):
     state: ServerState
     detail: str | None
     bridge_count: int
+    resident_bytes: int = 0
 
 
 class NewWorker(WireRecord):

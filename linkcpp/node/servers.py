@@ -47,6 +47,7 @@ class ManagedServer(Managed):
             allocated_bytes=self.account.allocated_bytes,
             tensor_bytes=self.account.tensor_bytes,
             is_bridged=self.claim_count > 0,
+            resident_bytes=self.resident_bytes,
         )
 
 

@@ -113,6 +113,7 @@ class ManagedWorker(Managed):
             state=self.state,
             detail=self.detail,
             bridge_count=self.claim_count,
+            resident_bytes=self.resident_bytes,
         )
 
 

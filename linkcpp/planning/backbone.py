@@ -158,7 +158,7 @@ def _backbone(costs: Costs, offer: Offer, host: Offer, *, pipelines: bool) -> Ba
         slots, is_pipeline=is_pipeline, available=host.available_bytes, reserve=host.reserve_bytes
     )
     host_memory = host_memory.model_copy(
-        update={"compute_bytes": host_memory.compute_bytes + DISPATCH_BYTES}
+        update={"program_bytes": host_memory.program_bytes + DISPATCH_BYTES}
     )
     memory = host_memory
     if not offer.is_host:

@@ -32,6 +32,11 @@ from linkcpp.planning.buffers import BufferSizes, buffer_sizes
 from linkcpp.planning.problem import Floats, Integers
 from linkcpp.planning.records import DeviceMemory, PlanOptions
 
+# What a deployment's programs take of the coordinator's RAM besides the model: supervisor 84 MB,
+# front 56 MB, llama-server 35 MB, and 5 MB for the keeper of each, with pages that they share
+# counted once. The rest is for what grows with requests.
+HOST_PROGRAM_BYTES = 224 * 2**20
+
 _F32_BYTES = 4
 # What a visit carries beside hidden states or logits: positions, indices, mask, headers (3 to 6 KB
 # a token counted on the wire, on both builds).
@@ -208,6 +213,7 @@ class Costs:
             recurrent_bytes=states,
             compute_bytes=compute,
             checkpoint_bytes=self.checkpoint_bytes,
+            program_bytes=HOST_PROGRAM_BYTES,
             reserve_bytes=reserve,
             available_bytes=available,
         )

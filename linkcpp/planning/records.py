@@ -82,7 +82,8 @@ class DeviceMemory(Record):
     """What a plan puts on one device, in bytes, against what the device offers.
 
     ``checkpoint_bytes`` is for snapshots of states that cannot be rewound, which llama-server keeps
-    in the coordinator's RAM.
+    in the coordinator's RAM. ``program_bytes`` is what the coordinator's programs take themselves,
+    linkcpp's own and llama.cpp's.
     """
 
     weight_bytes: int
@@ -90,6 +91,7 @@ class DeviceMemory(Record):
     recurrent_bytes: int
     compute_bytes: int
     checkpoint_bytes: int = 0
+    program_bytes: int = 0
     reserve_bytes: int
     available_bytes: int
 
@@ -97,7 +99,7 @@ class DeviceMemory(Record):
     def used_bytes(self) -> int:
         """All that the deployment takes on the device, without the reserve."""
         kept = self.kv_bytes + self.recurrent_bytes + self.checkpoint_bytes
-        return self.weight_bytes + kept + self.compute_bytes
+        return self.weight_bytes + kept + self.compute_bytes + self.program_bytes
 
 
 class Stage(Record):

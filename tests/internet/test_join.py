@@ -18,7 +18,7 @@ COUNT = 200
 FEW = 60
 MODEL = "mixture"
 # Just enough for the backbone: every expert must go to a node.
-BARE = ("--memory", "291MB", "--reserve", "0")
+BARE = ("--memory", "526MB", "--reserve", "0")
 # Header, hashes and records that come with a slice.
 MOST_EXTRA_BYTES = 256 * 1024
 # What a home offers when nothing runs there, nearly.

@@ -250,7 +250,7 @@ class World:
     def _start_node(self, name: str) -> None:
         host = self.office if name == self.office.name else self.homes[name]
         # Room for some of the small model's experts besides what programs take, not for all.
-        words = ["join", HUB_URL, "--name", name, "--memory", "375MB"]
+        words = ["join", HUB_URL, "--name", name, "--memory", "476MB"]
         self._start(name, host, *words, "--token", self._tokens["node"], until=_SERVES)
 
     def _connect_gateway(self, name: str, host: Host) -> None:

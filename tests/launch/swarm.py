@@ -16,6 +16,7 @@ import psutil
 
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.inventory import read_inventory
+from linkcpp.planning.costs import HOST_PROGRAM_BYTES
 from tests.support.ports import free_port
 
 START_SECONDS = 120.0
@@ -140,7 +141,8 @@ class Swarm:
     def plan(self, model: Path, *options: str, mode: str = "layers") -> Path:
         """Plan a model over all agents; the coordinator takes little, so that the nodes must."""
         path = self.folder / f"plan-{model.stem}-{len(list(self.folder.glob('plan-*')))}.json"
-        memory = f"{read_inventory(model).embedding_bytes + 64 * 2**20}B"
+        bare = read_inventory(model).embedding_bytes + HOST_PROGRAM_BYTES
+        memory = f"{bare + 64 * 2**20}B"
         words = ["plan", "--model", str(model), "--mode", mode, "--context", "1024", "--no-mdns"]
         if mode == "layers":
             words += ["--memory", memory, "--min-nodes", str(len(self.agents))]

@@ -57,6 +57,15 @@ def test_the_openai_api_answers(url: str) -> None:
     assert answer.json()["model"] == NAME
 
 
+def test_all_programs_together_take_no_more_of_this_machine_than_was_planned(
+    swarm: Swarm, url: str
+) -> None:
+    assert len(tokens(url)) > 0
+    memory = swarm.status(NAME)["memory"]
+    assert 0 < memory["used_bytes"] <= memory["planned_bytes"] <= memory["allowed_bytes"]
+    assert " in use, " in swarm.run("status").stdout
+
+
 def test_status_tells_what_each_node_holds(swarm: Swarm, url: str, plan: Path) -> None:
     report = swarm.status(NAME)
     assert report["condition"] == "running"
@@ -72,6 +81,7 @@ def test_status_tells_what_each_node_holds(swarm: Swarm, url: str, plan: Path) -
         assert bool(stage["kv_buffer_bytes"]) == bool(stage["layer_count"])
         assert stage["carried_bytes"] > stage["planned_weight_bytes"]
         assert stage["rtt_ms"] > 0
+        assert stage["resident_bytes"] > stage["planned_weight_bytes"]
     text = swarm.run("status").stdout
     assert all(name in text for name in swarm.agents)
 

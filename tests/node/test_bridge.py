@@ -21,6 +21,7 @@ from linkcpp.engine.wire_messages import PLAIN_TCP
 from linkcpp.engine.wire_tensor import empty_tensors
 from linkcpp.node.agent import AgentOptions
 from linkcpp.node.client import NodeClient, NodeRefusedError
+from linkcpp.node.limits import AGENT_BYTES
 from linkcpp.node.records import (
     BRIDGE_OPEN,
     BridgeCloseCode,
@@ -176,13 +177,13 @@ async def test_a_request_beyond_the_offer_is_refused_with_numbers(
     options = AgentOptions(host="127.0.0.1", memory_limit_bytes=limit, mdns=False)
     async with running_agent(stock_engine, options=options) as node:
         offered = (await node.client.node()).devices[0].offered_bytes
-        assert offered == limit - node.agent.servers.overhead_bytes
+        assert offered == limit - AGENT_BYTES - node.agent.servers.overhead_bytes
         with pytest.raises(NodeRefusedError, match=str(offered)) as error:
             await a_server(node, offered + 1)
         assert error.value.code == "insufficient_memory"
         await a_server(node, offered // 2)
         left = (await node.client.node()).devices[0].offered_bytes
-        assert left == limit - offered // 2 - 2 * node.agent.servers.overhead_bytes
+        assert left == limit - AGENT_BYTES - offered // 2 - 2 * node.agent.servers.overhead_bytes
         with pytest.raises(NodeRefusedError):
             await a_server(node, offered // 2)
         await a_server(node, left)
@@ -191,7 +192,9 @@ async def test_a_request_beyond_the_offer_is_refused_with_numbers(
 async def test_simultaneous_requests_are_not_promised_the_same_memory(
     stock_engine: EngineLocation,
 ) -> None:
-    options = AgentOptions(host="127.0.0.1", memory_limit_bytes=400 * MEBIBYTE, mdns=False)
+    options = AgentOptions(
+        host="127.0.0.1", memory_limit_bytes=400 * MEBIBYTE + AGENT_BYTES, mdns=False
+    )
     async with running_agent(stock_engine, options=options) as node:
         answers = await asyncio.gather(
             *(a_server(node, 100 * MEBIBYTE) for _ in range(6)), return_exceptions=True

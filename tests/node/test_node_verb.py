@@ -17,9 +17,11 @@ from linkcpp.common.errors import EXIT_NOT_NOW, LinkcppError
 from linkcpp.common.request_ids import begin_request
 from linkcpp.common.service import systemd_unit
 from linkcpp.common.sockets import listen
+from linkcpp.common.units import format_bytes
 from linkcpp.engine.records import EngineLocation
 from linkcpp.node.agent import engine_or_problem
 from linkcpp.node.client import NodeClient
+from linkcpp.node.limits import AGENT_BYTES
 from linkcpp.node.records import ServerRequest
 from tests.node.agents import agent_process
 
@@ -191,6 +193,7 @@ async def test_what_a_limited_node_offers_adds_up_before_ones_eyes(
         said = await asyncio.to_thread(agent.output.read_text)
     assert "limit 300 MB" in said
     assert "kept for the rpc-server itself" in said
+    assert f"{format_bytes(AGENT_BYTES)} for the agent" in said
 
 
 async def test_a_second_node_with_the_folder_of_a_running_one_is_refused(

@@ -342,7 +342,7 @@ async def test_a_worker_keeps_to_its_promise_whatever_it_is_asked(
 async def test_memory_that_is_not_there_is_refused_with_numbers(
     stock_engine: EngineLocation, tmp_path: Path
 ) -> None:
-    options = AgentOptions(host="127.0.0.1", mdns=False, memory_limit_bytes=600 * MEBIBYTE)
+    options = AgentOptions(host="127.0.0.1", mdns=False, memory_limit_bytes=700 * MEBIBYTE)
     async with running_agent(stock_engine, options=options) as node:
         held = await send(node, tmp_path, (0, 0, 1))
         with pytest.raises(NodeRefusedError, match="needs at least") as error:

@@ -12,6 +12,7 @@ from linkcpp.cluster.records import (
     NodeStatus,
 )
 from linkcpp.engine.records import EngineFeatures, EngineFingerprint, RpcVersion
+from linkcpp.planning.costs import HOST_PROGRAM_BYTES
 
 MEGABYTE = 10**6
 GIGABYTE = 10**9
@@ -81,8 +82,8 @@ def node(
 def cluster(
     coordinator_bytes: float, *nodes: DiscoveredNode, rate: float = 20e9, major: int = 4
 ) -> Cluster:
-    """A coordinator with a CPU only, and nodes."""
-    here = machine("here", device("CPU", coordinator_bytes, rate), major=major)
+    """A coordinator with a CPU only, which has so much besides its programs, and nodes."""
+    here = machine("here", device("CPU", coordinator_bytes + HOST_PROGRAM_BYTES, rate), major=major)
     return Cluster(coordinator=here, nodes=nodes)
 
 

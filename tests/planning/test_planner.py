@@ -8,7 +8,8 @@ from linkcpp.cluster.records import Cluster, NodeStatus
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.presets import load_model
 from linkcpp.model.records import ModelInventory
-from linkcpp.planning.assumed import assumed_nodes, with_nodes
+from linkcpp.planning.assumed import assumed_nodes, with_coordinator_memory, with_nodes
+from linkcpp.planning.costs import HOST_PROGRAM_BYTES
 from linkcpp.planning.planner import can_plan, find_plan
 from linkcpp.planning.records import MOST_DEVICES, CacheType, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
@@ -60,6 +61,17 @@ def test_a_model_that_fits_stays_on_one_machine(small: ModelInventory) -> None:
     check(plan, small)
     assert plan.mode is PlanMode.SINGLE
     assert plan.expectation.network_ms == 0
+
+
+def test_the_programs_that_serve_take_their_part_of_what_the_coordinator_gives(
+    small: ModelInventory,
+) -> None:
+    alone = PlanOptions(mode=PlanMode.SINGLE, reserve_bytes=0)
+    needed = make_plan(small, cluster(GIGABYTE), alone).coordinator_memory
+    assert needed.program_bytes == HOST_PROGRAM_BYTES
+    here = cluster(GIGABYTE)
+    assert can_plan(small, with_coordinator_memory(here, needed.used_bytes), alone)
+    assert not can_plan(small, with_coordinator_memory(here, needed.used_bytes - 1), alone)
 
 
 def test_a_much_faster_node_is_worth_its_link(small: ModelInventory) -> None:

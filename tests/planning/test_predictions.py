@@ -59,8 +59,8 @@ def logged_parts(seen: Allocated) -> tuple[str, str, str]:
 
 
 def allocated_at_start(memory: DeviceMemory) -> float:
-    """Snapshots are taken while serving, so the log of a start does not have them."""
-    return (memory.used_bytes - memory.checkpoint_bytes) / MIB
+    """The log of a start has no snapshots, which are taken later, and not the programs."""
+    return (memory.used_bytes - memory.checkpoint_bytes - memory.program_bytes) / MIB
 
 
 def check(plan: Plan, stages: list[Allocated], host: Allocated) -> None:

@@ -8,6 +8,7 @@ from linkcpp.cluster.records import Cluster, NodeStatus
 from linkcpp.common.units import parse_bytes
 from linkcpp.model.presets import load_model
 from linkcpp.planning.assumed import assumed_nodes, with_coordinator_memory, with_nodes
+from linkcpp.planning.costs import HOST_PROGRAM_BYTES
 from linkcpp.planning.planner import can_plan
 from linkcpp.planning.records import PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
@@ -51,7 +52,8 @@ def test_the_least_memory_that_helps_is_named(offered: int, major: int) -> None:
     size = parse_bytes(more[1])
 
     def fits(extra_bytes: int) -> bool:
-        changed = with_coordinator_memory(where, offered * MEGABYTE + extra_bytes)
+        has = offered * MEGABYTE + HOST_PROGRAM_BYTES
+        changed = with_coordinator_memory(where, has + extra_bytes)
         return can_plan(SMALL, changed, PlanOptions())
 
     assert fits(size)

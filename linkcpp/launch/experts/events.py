@@ -59,12 +59,16 @@ class WorkerMoved:
 
 @dataclass(frozen=True)
 class WorkerFound:
-    """The node of a share was found; ``way`` says how an edge gets there, and why so."""
+    """The node of a share was found; ``way`` says how an edge gets there, and why so.
+
+    ``resident_bytes`` is what its worker has of the node's main memory.
+    """
 
     share: int
     url: str
     rtt_ms: float
     way: str | None = None
+    resident_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ def first_experts(plan: Plan) -> ExpertsState | None:
             device=share.device,
             segments=share.segments,
             planned_weight_bytes=share.memory.weight_bytes,
+            planned_memory_bytes=share.memory.used_bytes,
         )
         for index, share in enumerate(plan.expert_shares)
     )
@@ -144,8 +149,9 @@ def apply_to_experts(state: ExpertsState, event: ExpertsEvent) -> ExpertsState: 
             return _with(state, share, changes)
         case WorkerMoved(share, phase, detail):
             return _with(state, share, {"phase": phase, "detail": detail})
-        case WorkerFound(share, url, rtt_ms, way):
-            return _with(state, share, {"url": url, "rtt_ms": rtt_ms, "way": way})
+        case WorkerFound(share, url, rtt_ms, way, resident_bytes):
+            changes = {"url": url, "rtt_ms": rtt_ms, "way": way, "resident_bytes": resident_bytes}
+            return _with(state, share, changes)
         case WorkerStarted(share, holder, worker_id, slab_bytes):
             before = state.workers[share]
             changes = {

@@ -47,8 +47,9 @@ class WorkerState(Record):
     uses it, ``link`` is its own word for that, ``link_detail`` says why not. ``checked`` is what
     the check of its rows found (``unchecked``: nothing to compare with). Slice sizes are in bytes
     of the file on the node; ``loaded_bytes`` are those of the coordinator's own experts that its
-    rpc-server has. ``transferred_bytes`` went over the network for it. ``way`` says in
-    words how a node of a hub is reached, and why so.
+    rpc-server has. ``planned_memory_bytes`` is for the whole worker, ``resident_bytes`` what one on
+    a node has of the main memory. ``transferred_bytes`` went over the network for it. ``way`` says
+    in words how a node of a hub is reached, and why so.
     """
 
     index: int
@@ -58,6 +59,8 @@ class WorkerState(Record):
     device: str
     segments: tuple[Segment, ...]
     planned_weight_bytes: int
+    planned_memory_bytes: int = 0
+    resident_bytes: int = 0
     phase: WorkerPhase = WorkerPhase.WAITING
     detail: str | None = None
     url: str | None = None

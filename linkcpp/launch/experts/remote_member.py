@@ -122,7 +122,8 @@ class RemoteMember(Member):
         if worker.state in (ServerState.FAILED, ServerState.STOPPED):
             return f"its worker ended: {worker.detail or worker.state.value}"
         rtt_ms = (time.perf_counter() - asked_at) * 1000
-        self._emit(WorkerFound(self._index, node.url, rtt_ms, node.client.way()))
+        way, resident_bytes = node.client.way(), worker.resident_bytes
+        self._emit(WorkerFound(self._index, node.url, rtt_ms, way, resident_bytes))
         return None
 
 
