@@ -28,12 +28,24 @@ class Fallback:
     def __init__(
         self, rpc: RpcSocket, ops: OpTable, provider: SlabProvider, memory_bytes: int
     ) -> None:
-        self._store = CachedSlabs(rpc, provider, memory_bytes)
-        self._compute = ExpertCompute(rpc, ops, self._store)
+        self._ops = ops
+        self._provider = provider
+        self._memory_bytes = memory_bytes
         # Checks of workers compute here as well.
         self._lock = threading.Lock()
-        self.failure: str | None = None
         self.pair_count = 0
+        self.renew(rpc)
+
+    def renew(self, rpc: RpcSocket) -> None:
+        """Go on with another rpc-server; what the one before held is brought from the model again.
+
+        Raises:
+            LinkcppError: as when it is made.
+        """
+        with self._lock:
+            self._store = CachedSlabs(rpc, self._provider, self._memory_bytes)
+            self._compute = ExpertCompute(rpc, self._ops, self._store)
+            self.failure: str | None = None
 
     @property
     def loaded_count(self) -> int:
@@ -49,18 +61,19 @@ class Fallback:
 
     def rows(self, chain: KeyedChain, pairs: Pairs) -> Rows | None:
         """As ``compute``, without counting: what workers are checked against."""
-        if self.failure is not None:
-            return None
-        try:
-            with self._lock:
+        with self._lock:
+            if self.failure is not None:
+                return None
+            try:
                 data = self._compute.compute(chain, pairs)
-        except WireError as error:
-            self.failure = error.message
-            told = {"worker": "fallback", "layer": pairs.layer, "reason": error.message}
-            _log.error("the fallback failed: %s", error, extra=told)
-            return None
-        except LinkcppError as error:
-            told = {"worker": "fallback", "layer": pairs.layer, "reason": error.message}
-            _log.error("the fallback cannot compute layer %d: %s", pairs.layer, error, extra=told)
-            return None
+            except WireError as error:
+                self.failure = error.message
+                told = {"worker": "fallback", "layer": pairs.layer, "reason": error.message}
+                _log.error("the fallback failed: %s", error, extra=told)
+                return None
+            except LinkcppError as error:
+                told = {"worker": "fallback", "layer": pairs.layer, "reason": error.message}
+                words = "the fallback cannot compute layer %d: %s"
+                _log.error(words, pairs.layer, error, extra=told)
+                return None
         return np.frombuffer(data, np.float32).reshape(len(pairs.expert_ids), chain.output_width)

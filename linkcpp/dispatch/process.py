@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 import threading
 from pathlib import Path
@@ -24,6 +25,11 @@ from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_server import LOOPBACK, RunningRpcServer, start_rpc_server
 from linkcpp.engine.rpc_socket import RpcSocket
 from linkcpp.worker.slabs import GgufSlabs
+
+_FIRST_PAUSE_SECONDS = 0.5
+_LONGEST_PAUSE_SECONDS = 10.0
+
+_log = logging.getLogger(__name__)
 
 READY_PATTERN = r"^virtual device ready on 127\.0\.0\.1:(\d+), control on 127\.0\.0\.1:(\d+)"
 
@@ -71,6 +77,8 @@ class _Dispatch:
         self._loop = asyncio.get_running_loop()
         self._servers: list[RunningRpcServer] = []
         self._failure: LinkcppError | None = None
+        self._fallback: Fallback | None = None
+        self._renewing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,6 +88,9 @@ class _Dispatch:
             fallback = await self._start_server("fallback") if self._config.fallback_model else None
             await self._serve(backing, fallback)
         finally:
+            if self._renewing is not None:
+                self._renewing.cancel()
+                await asyncio.gather(self._renewing, return_exceptions=True)
             for server in self._servers:
                 await server.process.stop()
         if self._failure is not None:
@@ -87,8 +98,13 @@ class _Dispatch:
 
     async def _start_server(self, name: str) -> RpcSocket:
         def watch(status: ProcessStatus) -> None:
-            if status.state == ProcessState.FAILED and name == "backing":
+            if status.state != ProcessState.FAILED:
+                return
+            if name == "backing":
                 self._stop_because(LinkcppError(f"The {name} rpc-server {status.detail}."))
+            elif self._fallback is not None and (self._renewing is None or self._renewing.done()):
+                _log.error("the %s rpc-server %s; starting it again", name, status.detail)
+                self._renewing = asyncio.create_task(self._renew_fallback(self._fallback))
 
         server = await start_rpc_server(
             self._config.engine,
@@ -99,6 +115,21 @@ class _Dispatch:
         )
         self._servers.append(server)
         return await asyncio.to_thread(RpcSocket, LOOPBACK, server.port)
+
+    async def _renew_fallback(self, fallback: Fallback) -> None:
+        """Give the fallback another rpc-server, however often that has to be tried."""
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        while True:
+            await asyncio.sleep(pause_seconds)
+            try:
+                rpc = await self._start_server("fallback")
+                await asyncio.to_thread(fallback.renew, rpc)
+            except LinkcppError as error:
+                _log.error("the fallback does not come back: %s", error)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+            else:
+                _log.info("the fallback computes again")
+                return
 
     def _stop_because(self, error: LinkcppError) -> None:
         self._failure = self._failure or error
@@ -145,7 +176,7 @@ class _Dispatch:
         if fallback is not None and config.fallback_model is not None:
             full = GgufSlabs(config.fallback_model)
             ops = read_op_table(config.engine, fallback.version)
-            local = Fallback(fallback, ops, full, config.fallback_bytes)
+            local = self._fallback = Fallback(fallback, ops, full, config.fallback_bytes)
         missing = 0.0 if config.zero_missing else float("nan")
         options = SwarmOptions(
             config.deadline_floor_ms, config.patience_seconds, missing, config.check_rows

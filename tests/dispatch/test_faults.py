@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 from linkcpp.dispatch.control import NewWorker
@@ -156,6 +157,21 @@ def test_workers_come_and_go_while_tokens_flow(faults: Faults) -> None:
     assert as_json(server.complete(SHORT, TOKENS)) == faults.wanted
     status = device.wait_until("[w['name'] for w in s['workers']] == ['b']")
     assert status["workers"][0]["pair_count"] > 0
+
+
+def test_a_fallback_whose_rpc_server_dies_is_there_again(faults: Faults) -> None:
+    device, server = faults.serve(
+        [], fallback_model=str(faults.model), fallback_bytes=faults.model.stat().st_size
+    )
+    assert as_json(server.complete(SHORT, TOKENS)) == faults.wanted
+    assert device.status()["fallback"]["loaded_count"] > 0
+    programs = psutil.Process(device.running.process.pid).children(recursive=True)
+    keeper = next(p for p in programs if any("fallback.log" in part for part in p.cmdline()))
+    keeper.children()[0].kill()
+    # Another rpc-server has nothing yet.
+    device.wait_until("s['fallback']['loaded_count'] == 0")
+    assert as_json(server.complete(SHORT, TOKENS)) == faults.wanted
+    assert device.status()["failed_call_count"] == 0
 
 
 def test_with_nobody_left_llama_server_lives_on_and_the_failure_is_counted(
