@@ -7,6 +7,7 @@ from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.architecture import Architecture
+from linkcpp.model.checked_header import checked_architecture
 from linkcpp.model.header import SkippedArray, TensorInfo, Value
 from linkcpp.model.notes import unusual
 from linkcpp.model.parts import ModelFiles, is_url, open_model
@@ -92,9 +93,10 @@ def build_inventory(
     Raises:
         LinkcppError: it is no language model, or has weights that llama.cpp cannot run.
     """
-    architecture = _architecture(identity.source, metadata)
+    tensors = tuple(tensors)
+    architecture = checked_architecture(identity.source, metadata, tensors)
     records = _tensor_records(identity.source, architecture, tensors)
-    layers = _layers(identity.source, architecture, records)
+    layers = _layers(architecture, records)
     outside = [record for record in records if record.layer is None]
     sides: dict[Side, int] = defaultdict(int)
     for record in outside:
@@ -125,27 +127,6 @@ def build_inventory(
     )
 
 
-def _architecture(source: str, metadata: Mapping[str, Value]) -> Architecture:
-    kind = metadata.get("general.type", "model")
-    name = metadata.get("general.architecture")
-    if name == "clip" or kind == "mmproj":
-        raise LinkcppError(
-            f"{source} is a vision projector (mmproj), not a language model.",
-            hint="Give the language model's own GGUF; the projector goes beside it.",
-        )
-    if kind != "model":
-        raise LinkcppError(
-            f"{source} is a GGUF of type {str(kind)[:40]!r}, not a language model.",
-            hint="Give the GGUF of the model itself.",
-        )
-    if not isinstance(name, str) or not name.isprintable() or not name:
-        raise LinkcppError(
-            f"{source} does not tell its architecture.",
-            hint="Convert the model anew with llama.cpp's convert_hf_to_gguf.py.",
-        )
-    return Architecture(source, name[:LONGEST_NAME], metadata)
-
-
 def _tensor_records(
     source: str, architecture: Architecture, tensors: Iterable[tuple[int, TensorInfo]]
 ) -> tuple[TensorRecord, ...]:
@@ -172,28 +153,17 @@ def _tensor_records(
                 layer=layer,
             )
         )
-    if not records:
-        raise LinkcppError(
-            f"{source} has no weights.",
-            hint="It is a vocabulary or a template only; give the model's own GGUF.",
-        )
     return tuple(records)
 
 
 def _layers(
-    source: str, architecture: Architecture, records: tuple[TensorRecord, ...]
+    architecture: Architecture, records: tuple[TensorRecord, ...]
 ) -> tuple[LayerRecord, ...]:
-    count = architecture.number("block_count")
     by_layer: dict[int, list[TensorRecord]] = defaultdict(list)
     for record in records:
         if record.layer is not None:
             by_layer[record.layer].append(record)
-    # Compared before any loop over the promised count, which a damaged header may have made huge.
-    if count != len(by_layer) or (by_layer and max(by_layer) >= count):
-        raise LinkcppError(
-            f"{source} promises {count} layers, but has tensors of {len(by_layer)}.",
-            hint="Download all of the model again, or convert it anew.",
-        )
+    count = len(by_layer)
     next_token = architecture.number("nextn_predict_layers", 0)
     return tuple(
         _layer(architecture, index, by_layer[index], is_next_token=index >= count - next_token)

@@ -19,6 +19,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
 from linkcpp.common.request_ids import request_id_headers
 from linkcpp.common.text import printable
+from linkcpp.model.checked_header import checked_architecture
 from linkcpp.model.header import Header, read_header
 from linkcpp.model.parts import ModelFiles, part_urls
 from linkcpp.model.remote import HeaderBytes, LazySource
@@ -207,6 +208,7 @@ class HubModel(Closing):
                 f"The header of {self.record.name} that came from the hub is damaged.",
                 hint="Try again; have the hub's owner add the model again if that does not help.",
             )
+        checked_architecture(self.record.name, files.metadata, files.tensors)
         return files
 
     def _no_weights(self) -> list[ByteSource]:

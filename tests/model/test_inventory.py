@@ -6,12 +6,16 @@ from pathlib import Path
 import gguf
 import pytest
 
+from linkcpp.cli.output import byte_bar
 from linkcpp.common.errors import LinkcppError
+from linkcpp.hub.weights.adding import Addition, add_model
+from linkcpp.hub.weights.catalogue import Catalogue, models_folder
 from linkcpp.model.architecture import Architecture
 from linkcpp.model.header import Value
 from linkcpp.model.inventory import read_inventory
 from linkcpp.model.records import LayerKind, ModelInventory, TensorRole
 from linkcpp.model.roles import Side, block_role, side
+from linkcpp.model.slices.writing import open_whole_model
 from linkcpp.model.state import LayerState, layer_state, recurrent_state_bytes
 from linkcpp.model.summary import summarize
 from tests.model import gguf_bytes as raw
@@ -281,6 +285,51 @@ def test_what_llama_cpp_could_not_run_is_refused_by_name(tmp_path: Path, what: s
     with pytest.raises(LinkcppError, match=words) as caught:
         take_stock(tmp_path, pairs, tensors)
     assert caught.value.hint
+
+
+EXPERTS = raw.Tensor("blk.0.ffn_up_exps.weight", (8, 8, 4), offset=256)
+UNSOUND: dict[str, tuple[list[bytes], list[raw.Tensor], str]] = {
+    "an architecture that is a path": (
+        [raw.text("general.architecture", "../../etc"), *LLAMA[1:]],
+        [BLOCK],
+        r"'\.\./\.\./etc', which is not one",
+    ),
+    "more layers than a number has": (
+        [LLAMA[0], raw.u32("llama.block_count", 2**32 - 1), *LLAMA[2:]],
+        [BLOCK],
+        r"block_count: 4294967295 is no sensible number",
+    ),
+    "more experts than a number has": (
+        [*LLAMA, raw.u32("llama.expert_count", 2**32 - 1)],
+        [BLOCK, EXPERTS],
+        r"expert_count: 4294967295 is no sensible number",
+    ),
+    "many experts and none of them": (
+        [*LLAMA, raw.u32("llama.expert_count", 2**31 - 1)],
+        [BLOCK],
+        "promises 2147483647 experts",
+    ),
+    "other experts than its tensors": (
+        [*LLAMA, raw.u32("llama.expert_count", 5)],
+        [BLOCK, EXPERTS],
+        r"promises 5 experts, but blk\.0\.ffn_up_exps\.weight has 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", sorted(UNSOUND))
+def test_all_verbs_refuse_the_same_headers(tmp_path: Path, what: str) -> None:
+    pairs, tensors, words = UNSOUND[what]
+    with pytest.raises(LinkcppError, match=words) as inspected:
+        take_stock(tmp_path, pairs, tensors)
+    model = tmp_path / "model.gguf"
+    catalogue = Catalogue(models_folder(tmp_path / "hub"))
+    added = Addition(location=str(model), name="m", copies=False, unix_time=0)
+    for use in (lambda: open_whole_model(model), lambda: add_model(catalogue, added, byte_bar)):
+        with pytest.raises(LinkcppError) as refused:
+            use()
+        assert refused.value.message == inspected.value.message
+    assert not (tmp_path / "hub").exists()
 
 
 def test_a_name_cannot_move_the_cursor(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def odd_model(folder: Path, *tensors: raw.Tensor) -> Path:
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
-        (raw.Tensor("blk.0.ffn_up_exps.weight", (256, 4, 8)), "outermost"),
+        (raw.Tensor("blk.0.ffn_up_exps.weight", (256, 4, 8)), "promises 4 experts"),
         (raw.Tensor("blk.0.ffn_up_exps.weight", (4, 256)), "outermost"),
         (raw.Tensor("blk.0.ffn_up_exps.weight", (256, 2, 2, 4)), "outermost"),
         (raw.Tensor("blk.0.ffn_up_exps.bias", (4, 256)), "outermost"),

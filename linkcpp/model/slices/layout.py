@@ -12,6 +12,7 @@ from linkcpp.model.parts import ModelFiles
 from linkcpp.model.slices.encoding import NewTensor, Pair, encode_header, padded
 from linkcpp.model.slices.segments import INDEX_END, Range, Segment, count_experts, ranges_by_layer
 from linkcpp.model.slices.tensors import (
+    LARGEST_EXPERT_COUNT,
     ExpertTensor,
     PlacedTensor,
     expert_name,
@@ -22,7 +23,6 @@ from linkcpp.model.slices.tensors import (
 
 SLICE_TYPE: Final = "slice"
 SLICE_VERSION: Final = 1
-LARGEST_EXPERT_COUNT: Final = 2**16
 # What one request or one task of a thread takes; small enough to resume after little loss.
 _UNIT_BYTES: Final = 8 * 2**20
 _CHUNK_BYTES: Final = 16 * 2**20

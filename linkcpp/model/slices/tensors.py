@@ -9,6 +9,7 @@ from linkcpp.model.architecture import Architecture
 from linkcpp.model.ggml_types import GgmlType
 from linkcpp.model.header import TensorInfo, Value
 
+LARGEST_EXPERT_COUNT: Final = 2**16
 # Names as in llama.cpp's llama-arch.cpp. The dimensions are those besides the expert.
 _EXPERT_NAME: Final = re.compile(
     r"blk\.(\d{1,6})\.(ffn_(?:gate|up|down|gate_up)_exps\.(weight|bias|scale|input_scale))"

@@ -10,6 +10,7 @@ from linkcpp.common.files import write_atomically
 from linkcpp.common.records import Record
 from linkcpp.common.units import format_bytes
 from linkcpp.model.architecture import Architecture
+from linkcpp.model.checked_header import checked_architecture
 from linkcpp.model.parts import ModelFiles, open_model
 from linkcpp.model.slices.copying import Copied, copy_units
 from linkcpp.model.slices.hashing import Progress
@@ -64,15 +65,23 @@ def open_whole_model(location: str | Path) -> ModelFiles:
     """Open a model to slice.
 
     Raises:
-        LinkcppError: it cannot be read, or is itself a slice.
+        LinkcppError: it cannot be read, is itself a slice, or has a header that nothing can be made
+            of.
     """
     files = open_model(location)
-    if files.metadata.get("general.type") == SLICE_TYPE:
+    try:
+        _check_whole(files)
+    except BaseException:
         files.closer.close()
-        raise LinkcppError(
-            f"{files.sources[0].name} is itself a slice.", hint="Give the model that it is from."
-        )
+        raise
     return files
+
+
+def _check_whole(files: ModelFiles) -> None:
+    name = files.sources[0].name
+    if files.metadata.get("general.type") == SLICE_TYPE:
+        raise LinkcppError(f"{name} is itself a slice.", hint="Give the model that it is from.")
+    checked_architecture(name, files.metadata, files.tensors)
 
 
 def choose_segments(files: ModelFiles, requests: Iterable[SegmentRequest]) -> tuple[Segment, ...]:
