@@ -10,7 +10,6 @@ import sys
 from typing import Annotated
 
 import typer
-import uvloop
 
 from linkcpp.cli.join_token import credentials_of, own_identity, without_token
 from linkcpp.cli.output import console, status_console
@@ -20,6 +19,7 @@ from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.once import write_once
 from linkcpp.common.descriptors import raise_descriptor_limit
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.installation import needing_extra
 from linkcpp.common.logs import log_as_json
 from linkcpp.common.paths import data_folder
 from linkcpp.common.service import systemd_unit
@@ -79,6 +79,10 @@ def gateway(
     It listens on loopback, for a proxy with a certificate in front of it; docs/operations.md shows
     one. The log is on stderr, one JSON object a line.
     """
+    # Before a join token is used up.
+    with needing_extra("gateway", "hub"):
+        import uvloop  # noqa: PLC0415
+
     identity = own_identity(name, hub)
     credentials = credentials_of(hub, token, identity, roles=(Role.GATEWAY,), plain=plain)
     _check_role(credentials)

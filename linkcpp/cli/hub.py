@@ -20,7 +20,7 @@ from linkcpp.cli.hub_report import print_nodes
 from linkcpp.cli.output import console, print_json
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.installation import install_command
+from linkcpp.common.installation import needing_extra
 from linkcpp.common.service import systemd_unit
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.records import NodeList, RegisteredNode
@@ -72,13 +72,8 @@ def hub(
         console().print(text, end="", soft_wrap=True)
         return
     # Only here: the verbs below, which make one call, need not load a database and a framework.
-    try:
+    with needing_extra("hub", "hub"):
         from linkcpp.cli.hub_serve import serve  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise LinkcppError(
-            f"`linkcpp hub` needs {error.name}, which is not installed.",
-            hint=install_command("hub"),
-        ) from error
 
     serve(data_folder_of(data), database, host, port, with_gateway=gateway)
 

@@ -11,18 +11,21 @@ import typer
 from linkcpp.cli.join_token import credentials_of, own_identity, without_token
 from linkcpp.cli.log_format import LogFormatOption
 from linkcpp.cli.node_run import check_options, look_at_machine, serve
-from linkcpp.cli.output import console
+from linkcpp.cli.output import console, status_console
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
+from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.limits import usable_cores
 from linkcpp.cluster.token import load_token, make_challenge
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.logs import LogFormat, choose_format, log_for_people
+from linkcpp.common.paths import expand_home
 from linkcpp.common.service import systemd_unit
 from linkcpp.common.sockets import listen
 from linkcpp.common.units import parse_bytes
 from linkcpp.node.agent import AgentOptions, NodeAgent
 from linkcpp.node.alone import only_agent
+from linkcpp.node.join_options import JoinOptions, load_join_options, save_join_options
 from linkcpp.node.joining import Joining
 from linkcpp.node.membership import revoked
 from linkcpp.registry.client import joined_client
@@ -92,13 +95,21 @@ def join(
         str | None, typer.Option(help="Address for direct links; all interfaces, if not given.")
     ] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port for direct links; 0 takes a free one.")
-    ] = DEFAULT_AGENT_PORT,
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help=f"Port for direct links; 0 takes a free one, {DEFAULT_AGENT_PORT} if not given.",
+        ),
+    ] = None,
     no_listen: Annotated[
         bool, typer.Option("--no-listen", help="Take no direct links: only outbound connections.")
     ] = False,
     plain: Annotated[
         bool, typer.Option("--plain", help="Allow a hub without TLS beyond loopback. Not safe.")
+    ] = False,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Forget the options that were given before.")
     ] = False,
     log_format: LogFormatOption = LogFormat.PLAIN,
     unit: Annotated[
@@ -109,53 +120,79 @@ def join(
 
     Where machines can reach each other directly they do; else the hub's gateway relays what only
     the two can read.
+
+    The options of a node are remembered: the next time `linkcpp join URL` does. --forget begins
+    with the defaults again.
     """
     if unit:
         _print_unit()
         return
-    config = load_config()
     identity = own_identity(name, url)
-    is_for_node = (
-        no_listen
-        or port != DEFAULT_AGENT_PORT
-        or any(option is not None for option in (memory, slices, device, threads, engine, host))
+    given = JoinOptions(
+        memory_limit_bytes=parse_bytes(memory) if memory is not None else None,
+        slices_limit_bytes=parse_bytes(slices) if slices is not None else None,
+        devices=tuple(device) if device else None,
+        threads=threads,
+        engine=expand_home(engine).absolute() if engine else None,
+        host=host,
+        port=port,
+        no_listen=no_listen or None,
     )
-    roles = (Role.NODE,) if is_for_node else _ROLES
+    roles = _ROLES if given == JoinOptions() else (Role.NODE,)
     credentials = credentials_of(url, token, identity, roles=roles, plain=plain)
     role = credentials.node_token.role
     if role is not Role.NODE:
         _tell_what_next(credentials)
         return
     asyncio.run(_see_that_it_is_wanted(credentials.url))
-    limit = parse_bytes(memory) if memory is not None else config.memory_limit_bytes
+    chosen = given if forget else given.over(load_join_options(credentials.hub_id))
+    _run_node(chosen, given, credentials, identity, log_format)
+
+
+def _run_node(
+    chosen: JoinOptions,
+    given: JoinOptions,
+    credentials: HubCredentials,
+    identity: Identity,
+    log_format: LogFormat,
+) -> None:
+    config = load_config()
     options = AgentOptions(
-        host=_LOOPBACK if no_listen else host,
-        memory_limit_bytes=limit,
-        devices=tuple(device) if device else None,
+        host=_LOOPBACK if chosen.no_listen else chosen.host,
+        memory_limit_bytes=chosen.memory_limit_bytes or config.memory_limit_bytes,
+        devices=chosen.devices,
         mdns=False,
-        slices_limit_bytes=parse_bytes(slices) if slices is not None else None,
+        slices_limit_bytes=chosen.slices_limit_bytes,
     )
+    port = DEFAULT_AGENT_PORT if chosen.port is None else chosen.port
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_agent())
         sockets = [stack.enter_context(opened) for opened in listen(_LOOPBACK, 0)]
         own_port = sockets[0].getsockname()[1]
-        if not no_listen:
-            sockets += [stack.enter_context(opened) for opened in listen(host, port)]
+        if not chosen.no_listen:
+            sockets += [stack.enter_context(opened) for opened in listen(chosen.host, port)]
         choose_format(log_format)
         log_for_people()
-        chosen, overhead_bytes = look_at_machine(engine or config.engine)
-        check_options(options, chosen, overhead_bytes)
+        engine, overhead_bytes = look_at_machine(chosen.engine or config.engine)
+        check_options(options, engine, overhead_bytes)
+        # Only what works is worth to be remembered.
+        save_join_options(credentials.hub_id, chosen)
+        if as_before := [word for word in chosen.words() if word not in given.words()]:
+            told = f"As before: {' '.join(as_before)} (--forget begins with the defaults)"
+            status_console().print(told, soft_wrap=True)
         agent = NodeAgent(
             token=_agent_token(),
             identity=identity,
-            engine=chosen,
+            engine=engine,
             options=options,
             overhead_bytes=overhead_bytes,
-            core_count=min(threads or usable_cores(), usable_cores()),
+            core_count=min(chosen.threads or usable_cores(), usable_cores()),
         )
-        direct_port = None if no_listen else sockets[-1].getsockname()[1]
-        joining = Joining(credentials, agent_port=own_port, host=host, direct_port=direct_port)
-        asyncio.run(serve(agent, sockets, host, joining))
+        direct_port = None if chosen.no_listen else sockets[-1].getsockname()[1]
+        joining = Joining(
+            credentials, agent_port=own_port, host=chosen.host, direct_port=direct_port
+        )
+        asyncio.run(serve(agent, sockets, chosen.host, joining))
 
 
 async def _see_that_it_is_wanted(url: str) -> None:

@@ -23,7 +23,6 @@ from typer.core import TyperGroup
 from linkcpp import __version__
 from linkcpp.common.errors import EXIT_ERROR, EXIT_NOT_NOW, LinkcppError, is_passing
 from linkcpp.common.files import keep_to_owner, write_atomically
-from linkcpp.common.installation import install_command
 from linkcpp.common.paths import own_folders, state_folder
 from linkcpp.common.text import did_you_mean, printable
 
@@ -54,33 +53,6 @@ VERBS = (
     "logs",
     "stop",
 )
-
-
-# What these need is in the extra `hub`: a phone that joins one has no use for databases.
-# Their descriptions stand here as well, as their modules cannot be imported then.
-_VERBS_OF_HUB = {
-    "hub": "Run a hub, or manage one.",
-    "gateway": "Relay for a hub: the two sides of an edge dial this port, and what passes is "
-    "opaque.",
-}
-
-
-def _missing_extra(verb: str, package: str) -> Any:
-    """Stand for a verb whose packages are not installed: it says so when it is used."""
-    stand_in = typer.Typer()
-
-    @stand_in.command(
-        verb,
-        help=f"{_VERBS_OF_HUB[verb].rstrip('.')} (needs the extra hub).",
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    )
-    def refuse() -> None:
-        raise LinkcppError(
-            f"`linkcpp {verb}` needs {package}, which is not installed.",
-            hint=install_command("hub"),
-        )
-
-    return typer.main.get_command(stand_in)
 
 
 class _Verbs(TyperGroup):
@@ -115,12 +87,7 @@ class _Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
-        try:
-            module = importlib.import_module(f"linkcpp.cli.{cmd_name}")
-        except ModuleNotFoundError as error:
-            if cmd_name not in _VERBS_OF_HUB or (error.name or "").startswith("linkcpp"):
-                raise
-            return _missing_extra(cmd_name, error.name or "a package")
+        module = importlib.import_module(f"linkcpp.cli.{cmd_name}")
         command = typer.main.get_command(module.app)
         command.name = cmd_name
         return command

@@ -6,13 +6,35 @@ No package index has linkcpp, so that a command can only name where this one cam
 import json
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from linkcpp.common.errors import LinkcppError
+
 _CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def needing_extra(verb: str, extra: str) -> Iterator[None]:
+    """Let a verb import what is in an extra, where it is used and not before: help needs none.
+
+    Raises:
+        LinkcppError: it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "linkcpp").partition(".")[0] == "linkcpp":
+            raise
+        raise LinkcppError(
+            f"`linkcpp {verb}` needs {error.name}, which is not installed.",
+            hint=f"`{install_command(extra)}`",
+        ) from error
 
 
 def install_command(extra: str) -> str:

@@ -93,7 +93,7 @@ def pin_peer(hub_id: str, node_id: str, edge_key: str) -> None:
     Raises:
         LinkcppError: the machine had another key before, or the key cannot be kept.
     """
-    path = _folder() / hub_id / "peers" / node_id
+    path = hub_folder(hub_id) / "peers" / node_id
     write_once(path, edge_key + "\n")
     try:
         pinned = path.read_text(encoding="ascii").strip()
@@ -107,12 +107,17 @@ def pin_peer(hub_id: str, node_id: str, edge_key: str) -> None:
         )
 
 
+def hub_folder(hub_id: str) -> Path:
+    """Return the folder of what this machine keeps of a hub."""
+    return _folder() / hub_id
+
+
 def _folder() -> Path:
     return config_folder() / "hubs"
 
 
 def _path(hub_id: str) -> Path:
-    return _folder() / hub_id / "credentials.json"
+    return hub_folder(hub_id) / "credentials.json"
 
 
 def _read(path: Path) -> HubCredentials:

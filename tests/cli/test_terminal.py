@@ -10,16 +10,13 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from typer.main import get_command
 
 from linkcpp.__main__ import main
-from linkcpp.cli.main import app
 from linkcpp.cli.output import ProgressLines, console, status_console
 from linkcpp.cli.verify_report import verification_view
 from linkcpp.cluster.token import create_token
@@ -341,17 +338,31 @@ def test_wrong_words_are_told_like_every_other_error(
     assert ended.stdout == ""
 
 
-def test_a_verb_without_its_extra_is_described_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def description() -> str:
-        command = get_command(app).get_command(typer.Context(get_command(app)), "gateway")
-        return str(command.get_short_help_str(200))
+_WITHOUT_EXTRA = """
+import sys
+sys.modules |= dict.fromkeys(("uvloop", "sqlalchemy", "alembic", "psycopg"))
+from linkcpp.cli.main import main
+main()
+"""
 
-    described = description()
-    monkeypatch.delitem(sys.modules, "linkcpp.cli.gateway")
-    monkeypatch.setitem(sys.modules, "uvloop", None)
-    assert description() == f"{described.rstrip('.')} (needs the extra hub)."
+
+@pytest.mark.parametrize(
+    ("words", "option"), [(("gateway", "--hub", "x"), "--url"), (("hub",), "--database")]
+)
+def test_a_verb_without_its_extra_has_its_help_and_says_what_it_needs_when_it_is_used(
+    words: tuple[str, ...], option: str
+) -> None:
+    def ask(*more: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-c", _WITHOUT_EXTRA, *words, *more]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    described = ask("--help")
+    assert described.returncode == 0
+    assert option in described.stdout
+    refused = ask()
+    assert refused.returncode == 2
+    assert f"`linkcpp {words[0]}` needs uvloop, which is not installed." in refused.stderr
+    assert "[hub]" in refused.stderr
 
 
 def test_a_verb_that_needs_another_word_shows_them_once() -> None:
