@@ -1,17 +1,14 @@
 """One worker asked alone: for checks, not for tokens."""
 
-import itertools
 import time
 
 import numpy as np
 
-from linkcpp.dispatch.holder import Holder, wait_for_links
+from linkcpp.dispatch.holder import Holder, next_request_number, wait_for_links
 from linkcpp.worker.chain import KeyedChain
 from linkcpp.worker.frames import Pairs, Rows
 
 _ANSWER_SECONDS = 10.0
-# Above those of calls: the answer to a guess that nobody wanted may still be on its way.
-_numbers = itertools.cycle(range(1 << 31, 1 << 32))
 
 
 def ask_alone(holder: Holder, chain: KeyedChain, pairs: Pairs) -> Rows:
@@ -21,7 +18,7 @@ def ask_alone(holder: Holder, chain: KeyedChain, pairs: Pairs) -> Rows:
         OSError: the link broke, or the worker does not answer in time.
         FrameError: it refuses, or answers what makes no sense. Nothing more can be read then.
     """
-    number = next(_numbers)
+    number = next_request_number()
     shape = (len(pairs.expert_ids), chain.output_width)
     deadline = time.monotonic() + _ANSWER_SECONDS
     holder.ask(number, chain, pairs)
@@ -30,6 +27,7 @@ def ask_alone(holder: Holder, chain: KeyedChain, pairs: Pairs) -> Rows:
             if answer.request_id == number:
                 # Valid until the next read only.
                 return np.frombuffer(bytes(answer.rows), np.float32).reshape(shape)
+            holder.pass_over(answer)
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"it did not answer a check within {_ANSWER_SECONDS:.0f} s")

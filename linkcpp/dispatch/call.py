@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from linkcpp.dispatch.holder import Holder, LinkState, wait_for_links
+from linkcpp.dispatch.holder import Holder, LinkState, next_request_number, wait_for_links
 from linkcpp.dispatch.job import Job
 from linkcpp.dispatch.routing import NOBODY, next_holders
 from linkcpp.worker.compute import split_by_expert
@@ -112,7 +112,7 @@ class Call:
             split = split_by_expert(self._flat[positions], most, _ALL_EXPERTS)
             parts = [np.sort(positions[part]) for part in split]
         for part in parts:
-            number = self._swarm.request_number()
+            number = next_request_number()
             now = time.monotonic()
             floor = self._swarm.options.deadline_floor_ms
             wait = holder.latency.deadline_ms(len(part), floor) / 1000
@@ -183,6 +183,7 @@ class Call:
         while (answer := holder.next_answer()) is not None:
             request = self._pending.get(answer.request_id)
             if request is None or request.holder is not holder:
+                holder.pass_over(answer)
                 continue
             shape = (len(request.positions), self._job.chain.output_width)
             rows = np.frombuffer(answer.rows, np.float32).reshape(shape)
@@ -193,6 +194,7 @@ class Call:
             del self._pending[answer.request_id]
             took = time.monotonic() - request.sent_at
             holder.note_answer(len(request.positions), took, answer.compute_us)
+            self._swarm.spot_checks.sample_job(holder, self._job, request.positions, self._result)
 
     def _inputs_are_finite(self) -> bool:
         return all(map(all_finite, self._job.inputs))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from linkcpp.common.records import WireRecord
 from linkcpp.model.slices.segments import Segment
-from linkcpp.worker.agreement import Agreement, merge
+from linkcpp.worker.agreement import Agreement, Verdict, merge, worst
 from linkcpp.worker.chain import KeyedChain
 
 THE_MODEL = "the model"
@@ -57,6 +57,27 @@ def majority(checks: Sequence[RowCheck]) -> RowCheck | None:
     if good and len(good) >= len(bad):
         return good[0]
     return bad[0] if bad else None
+
+
+def is_difference(verdict: Verdict, *, were_equal: bool) -> bool:
+    """Tell whether two that computed the same rows cannot both be right.
+
+    ``were_equal``: they had the same bits before. Others may differ as two backends do.
+    """
+    return verdict == Verdict.DIFFERS or (were_equal and verdict != Verdict.EXACT)
+
+
+def who_is_wrong(first: Verdict, second: Verdict, *, is_certain: bool) -> tuple[bool, bool]:
+    """Judge two whose rows differ by how each agrees with a third.
+
+    ``is_certain``: the third cannot be wrong. Where neither is nearer to it, it cannot be told
+    which of the two is wrong, unless both are.
+    """
+    if first == second:
+        are_both = is_certain and first == Verdict.DIFFERS
+        return are_both, are_both
+    is_first = worst((first, second)) == first
+    return is_first, not is_first
 
 
 def admission_status(checks: Iterable[RowCheck]) -> AdmissionStatus | None:

@@ -55,10 +55,11 @@ class FallbackStatus(WireRecord):
 
 
 class FailedCall(WireRecord):
-    """The experts that nobody could compute in one call."""
+    """The experts that nobody could compute in one call, or whose rows are in doubt."""
 
     layer: int
     experts: tuple[int, ...]
+    are_in_doubt: bool = False
 
 
 class DispatchStatus(WireRecord):
@@ -68,6 +69,9 @@ class DispatchStatus(WireRecord):
     ``failed_pair_count`` pairs were NaN, since nobody could compute them; ``failures`` are the last
     such calls. ``early_count`` results were told before the backing server had computed them too;
     ``differing_sum_count`` were compared with it and not equal, so that it is waited for since.
+    ``spot_check_count`` times the rows of one expert in a step, ``spot_pair_count`` in all, were
+    computed by somebody else too; ``spot_skipped_count`` times nobody could or had the time.
+    ``difference_count`` times the rows differed, of which ``differences`` tell.
     """
 
     workers: tuple[WorkerStatus, ...]
@@ -89,6 +93,12 @@ class DispatchStatus(WireRecord):
     nonsense_count: int
     read_seconds: float
     swarm_seconds: float
+    spot_check_rate: float = 0.0
+    spot_check_count: int = 0
+    spot_pair_count: int = 0
+    spot_skipped_count: int = 0
+    difference_count: int = 0
+    differences: tuple[str, ...] = ()
 
 
 class NewWorker(WireRecord):
@@ -145,7 +155,7 @@ def worker_status(holder: Holder) -> WorkerStatus:
 
 def dispatch_status(device: VirtualDevice, swarm: Swarm) -> DispatchStatus:
     """Describe everything as it is now."""
-    counters, fallback = swarm.counters, swarm.fallback
+    counters, fallback, spot_checks = swarm.counters, swarm.fallback, swarm.spot_checks
     return DispatchStatus(
         workers=tuple(worker_status(holder) for holder in swarm.holders.all()),
         fallback=FallbackStatus(
@@ -167,14 +177,17 @@ def dispatch_status(device: VirtualDevice, swarm: Swarm) -> DispatchStatus:
         rerouted_pair_count=counters.rerouted_pair_count,
         failed_pair_count=swarm.failures.pair_count,
         failed_call_count=swarm.failures.call_count,
-        failures=tuple(
-            FailedCall(layer=missing.layer, experts=missing.experts)
-            for missing in tuple(swarm.failures.recent)
-        ),
+        failures=tuple(FailedCall(**failed._asdict()) for failed in tuple(swarm.failures.recent)),
         late_count=counters.late_count,
         nonsense_count=counters.nonsense_count,
         read_seconds=device.counters.read_seconds,
         swarm_seconds=device.counters.swarm_seconds,
+        spot_check_rate=spot_checks.rate,
+        spot_check_count=spot_checks.counters.check_count,
+        spot_pair_count=spot_checks.counters.pair_count,
+        spot_skipped_count=spot_checks.counters.skipped_count,
+        difference_count=spot_checks.counters.difference_count,
+        differences=spot_checks.sentences,
     )
 
 

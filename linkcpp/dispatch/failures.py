@@ -1,13 +1,16 @@
-"""Calls whose rows nobody could compute: counted where another process sees it at once.
+"""Calls whose rows nobody could compute or are in doubt: counted where others see it at once.
 
-The counter lies in a file that both map into memory. It is raised before the rows go to
-llama-server, so whoever reads it after a token that came of such rows sees that it was raised.
+The counter lies in a file that both map into memory. It is raised before rows that nobody could
+compute go to llama-server, so whoever reads it after a token that came of such rows sees that it
+was raised. Where rows are found to be wrong they have gone already: then it is raised at once.
 """
 
 import logging
 import mmap
 import struct
+import threading
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +24,12 @@ _COUNT = struct.Struct("=Q")
 _REMEMBERED = 64
 
 
-class MissingExperts(NamedTuple):
-    """The experts of one layer that a call needed and nobody had."""
+class FailedExperts(NamedTuple):
+    """The experts of one layer that a call needed and nobody had, or whose rows are in doubt."""
 
     layer: int
     experts: tuple[int, ...]
+    are_in_doubt: bool = False
 
 
 class FailureCounter:
@@ -60,21 +64,32 @@ class FailureLog:
 
     def __init__(self, path: Path | None = None) -> None:
         self._counter = FailureCounter(path, is_writer=True) if path else None
+        # Calls fail in the dispatching thread, rows are compared in another one.
+        self._lock = threading.Lock()
         self.call_count = 0
         self.pair_count = 0
-        self.recent: deque[MissingExperts] = deque(maxlen=_REMEMBERED)
+        self.recent: deque[FailedExperts] = deque(maxlen=_REMEMBERED)
 
     def note(self, layer: int, expert_ids: Numbers) -> None:
         """Take note of pairs that nobody could compute."""
-        if self._counter is not None:
-            self._counter.raise_by_one()
         self.call_count += 1
         self.pair_count += len(expert_ids)
-        missing = MissingExperts(layer, tuple(sorted(set(expert_ids.tolist()))))
-        self.recent.append(missing)
+        missing = FailedExperts(layer, tuple(sorted(set(expert_ids.tolist()))))
+        self._fail(missing)
         _log.error(
             "layer %d: nobody has the experts %s",
             layer,
             missing.experts,
             extra={"layer": layer, "experts": missing.experts},
         )
+
+    def withdraw(self, layer: int, experts: Iterable[int]) -> None:
+        """Mark all answers under way as failed: rows of these experts are in doubt."""
+        self._fail(FailedExperts(layer, tuple(experts), are_in_doubt=True))
+
+    def _fail(self, failed: FailedExperts) -> None:
+        with self._lock:
+            # What it is comes first: who sees the counter raised asks for that.
+            self.recent.append(failed)
+            if self._counter is not None:
+                self._counter.raise_by_one()

@@ -1,18 +1,30 @@
 """Who holds experts, as the virtual device sees it: how it is asked, and what was seen of it."""
 
+import itertools
 import select
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from linkcpp.dispatch.checks import RowCheck, Trial
+from linkcpp.dispatch.checks import THE_MODEL, RowCheck, Trial
 from linkcpp.dispatch.routing import Latency
+from linkcpp.worker.agreement import Verdict
 from linkcpp.worker.chain import Chain, KeyedChain
 from linkcpp.worker.frames import Buffer, ErrorCode, FrameError, Limits, Pairs, TokenPairs, Welcome
 
 FIRST_RETRY_SECONDS = 0.2
+
+_request_numbers = itertools.cycle(range(1, 1 << 31))
+
+
+def next_request_number() -> int:
+    """Return a number that no request under way has; from any thread.
+
+    Calls and checks take theirs from the same row, or a worker could tell them apart.
+    """
+    return next(_request_numbers)
 
 
 class LinkState(StrEnum):
@@ -60,7 +72,12 @@ class Holder(ABC):
         self.is_removed = False
         self.is_rechecked = False
         self.taught_count = 0
+        self.refusal_count = 0
         self.checks: dict[tuple[int, Hashable], RowCheck] = {}
+        # Of whom it had the bits in spot checks since it was linked: name, layer, number of rows.
+        self.equal_rows: set[tuple[str, int, int]] = set()
+        # A spot check that waits for an answer, whoever reads it.
+        self.on_other_answer: Callable[[Answer], None] | None = None
         self.socket: socket.socket | None = None
         self._most_pairs: dict[Hashable, tuple[Limits, int]] = {}
 
@@ -78,6 +95,16 @@ class Holder(ABC):
             segment.layer == trial.layer for segment in segments
         )
 
+    def has_bits_of_model(self, layer: int, chain: KeyedChain) -> bool:
+        """Whether its rows were the model's to the bit when it was linked."""
+        check = self.checks.get((layer, chain.key))
+        return (
+            check is not None
+            and check.against == THE_MODEL
+            and check.agreement is not None
+            and check.agreement.verdict == Verdict.EXACT
+        )
+
     def most_pairs(self, chain: KeyedChain) -> int:
         """Return how many pairs it takes, and may answer, in one request; it has greeted."""
         assert self.welcome is not None  # noqa: S101 - set before a holder is up
@@ -88,6 +115,11 @@ class Holder(ABC):
             most = max(1, min(limits.pairs, limits.rows, limits.frame_bytes // pair_bytes))
             known = self._most_pairs[chain.key] = limits, most
         return known[1]
+
+    def pass_over(self, answer: Answer) -> None:
+        """Hand on an answer to somebody else's request, or to one that nobody waits for."""
+        if self.on_other_answer is not None:
+            self.on_other_answer(answer)
 
     def note_answer(self, pairs: int, took_seconds: float, compute_us: int) -> None:
         """Take note of an answer for people and for routing."""

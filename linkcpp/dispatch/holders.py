@@ -26,6 +26,9 @@ _MOST_RETRY_SECONDS = 10.0
 _MOST_OPENING = 16
 # A worker whose rows were wrong is given another chance, since it may be another process then.
 _REFUSED_SECONDS = 60.0
+# One that was wrong while it was used gets it ever later: it passes what it is asked at its start.
+_REFUSED_AGAIN_FACTOR = 10
+_MOST_REFUSED_SECONDS = 86_400.0
 
 
 class RowsRefusedError(LinkcppError):
@@ -177,10 +180,13 @@ class Holders:
                 self._set_back(holder, why, LinkState.CONNECTING, layer)
 
     def refuse(self, holder: Holder, why: str) -> None:
-        """Do without a worker whose rows are wrong, for a good while."""
+        """Do without a worker whose rows are wrong, for a good while, and longer each time."""
         with self._lock:
             if holder.state == LinkState.UP:
-                self._set_back(holder, why, LinkState.REFUSED, pause_seconds=_REFUSED_SECONDS)
+                pause = _REFUSED_SECONDS * _REFUSED_AGAIN_FACTOR**holder.refusal_count
+                holder.refusal_count = min(holder.refusal_count + 1, 4)
+                pause = min(pause, _MOST_REFUSED_SECONDS)
+                self._set_back(holder, why, LinkState.REFUSED, pause_seconds=pause)
 
     def _set_back(
         self,
@@ -284,6 +290,7 @@ class Holders:
             return
         holder.taught_count = len(taught)
         holder.checks = {}
+        holder.equal_rows = set()
         holder.has_answered = False
         # What was measured before it failed says little of what it is now.
         holder.latency.score = 0.0

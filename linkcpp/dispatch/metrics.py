@@ -15,6 +15,10 @@ _TOTALS = {
     "failed_pair_count": ("failed_pairs", "Pairs that nobody could compute."),
     "late_count": ("late_answers", "Answers of workers that came too late."),
     "nonsense_count": ("nonsense_answers", "Answers of workers that could not be right."),
+    "spot_check_count": ("spot_checks", "Experts of a step that somebody else computed too."),
+    "spot_pair_count": ("spot_checked_pairs", "Pairs that somebody else computed too."),
+    "spot_skipped_count": ("spot_checks_skipped", "Spot checks that nobody could do in time."),
+    "difference_count": ("differences", "Spot checks whose rows differed."),
 }
 _OF_WORKERS = {
     "pair_count": ("worker_pairs", "Pairs that a worker computed."),

@@ -7,6 +7,8 @@ import signal
 import threading
 from pathlib import Path
 
+from pydantic import Field
+
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.programs import Announce, run_program
 from linkcpp.common.records import Record
@@ -16,6 +18,7 @@ from linkcpp.dispatch.control import NewServer, NewWorker, build_control
 from linkcpp.dispatch.device import VirtualDevice
 from linkcpp.dispatch.failures import FailureLog
 from linkcpp.dispatch.fallback import Fallback
+from linkcpp.dispatch.spot_checks import DEFAULT_RATE
 from linkcpp.dispatch.swarm import Swarm, SwarmOptions
 from linkcpp.dispatch.tally import kept_tally
 from linkcpp.dispatch.worker_holder import WorkerAddress
@@ -43,7 +46,8 @@ class DispatchConfig(Record):
     outlive the request in a cache, but somebody must look at ``failure_counter`` then.
     ``routing_counts`` keeps how often each expert was chosen, over restarts.
     With ``check_rows`` workers are used once their rows agree with the fallback model's, or with
-    those of other workers where there is none.
+    those of other workers where there is none. ``spot_check_rate`` is which part of the experts'
+    work is compared in the same way while it is used.
     """
 
     engine: EngineLocation
@@ -65,6 +69,7 @@ class DispatchConfig(Record):
     failure_counter: Path | None = None
     routing_counts: Path | None = None
     check_rows: bool = True
+    spot_check_rate: float = Field(default=DEFAULT_RATE, ge=0, le=1)
 
 
 class _Dispatch:
@@ -179,7 +184,11 @@ class _Dispatch:
             local = self._fallback = Fallback(fallback, ops, full, config.fallback_bytes)
         missing = 0.0 if config.zero_missing else float("nan")
         options = SwarmOptions(
-            config.deadline_floor_ms, config.patience_seconds, missing, config.check_rows
+            config.deadline_floor_ms,
+            config.patience_seconds,
+            missing,
+            config.check_rows,
+            config.spot_check_rate,
         )
         failures = FailureLog(config.failure_counter)
         return Swarm(counts, config.check_model_digest, local, options, failures)

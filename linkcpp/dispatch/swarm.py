@@ -26,6 +26,7 @@ from linkcpp.dispatch.routing import (
     Routes,
     plan_routes,
 )
+from linkcpp.dispatch.spot_checks import DEFAULT_RATE, SpotChecks
 from linkcpp.dispatch.tally import RoutingTally
 from linkcpp.dispatch.token_call import Token, TokenCall
 from linkcpp.worker.chain import Chain, KeyedChain
@@ -42,12 +43,14 @@ class SwarmOptions:
     ``deadline_floor_ms``: nobody is given up earlier than that. ``patience_seconds``: how long a
     request waits where there is no other holder and no fallback; its rows are
     ``missing_value`` then. ``check_rows``: whether workers are checked before they are used.
+    ``spot_check_rate``: which part of the experts' work is compared while it is used.
     """
 
     deadline_floor_ms: float = 250.0
     patience_seconds: float = 20.0
     missing_value: float = float("nan")
     check_rows: bool = True
+    spot_check_rate: float = DEFAULT_RATE
 
 
 @dataclass(slots=True)
@@ -81,7 +84,6 @@ class Swarm:
         self.tally = RoutingTally(expert_counts, model_digest)
         self._chains: dict[str, KeyedChain] = {}
         self._trials: list[Trial] = []
-        self._next_request = 1
         self.routes: Routes = plan_routes(self._expert_counts, [])
         self._calling = threading.Lock()
         self.hopeless_routes: Routes | None = None
@@ -91,6 +93,7 @@ class Swarm:
         self._checker = Checker(Admission(self._expert_counts, fallback), self._calling)
         check = self._checker.check_new if self.options.check_rows else None
         self.holders = Holders(model_digest, self._replan.set, check)
+        self.spot_checks = SpotChecks(self, self._calling, self.options.spot_check_rate)
         self._planner = threading.Thread(target=self._keep_planning, daemon=True, name="routes")
         self._planner.start()
 
@@ -99,6 +102,7 @@ class Swarm:
         self._is_closing = True
         self._replan.set()
         self._planner.join()
+        self.spot_checks.close()
         self.holders.close()
 
     def learn(self, layer: int, chain: Chain) -> KeyedChain:
@@ -128,7 +132,10 @@ class Swarm:
         """
         holder = find_holder(self.holders.all(), name)
         trial = find_trial(self._trials, layer)
-        return self._checker.check_now(self.holders, holder, trial, expert_count)
+        found = self._checker.check_now(self.holders, holder, trial, expert_count)
+        if found.complaint is not None:
+            self.failures.withdraw(layer, found.experts)
+        return found
 
     def missing_experts(self) -> int:
         """Count the (layer, expert) units that no worker that is up holds."""
@@ -234,8 +241,3 @@ class Swarm:
             time.sleep(seconds)
         finally:
             self._calling.acquire()
-
-    def request_number(self) -> int:
-        """Return a number that no request under way has."""
-        self._next_request = self._next_request % (2**31 - 1) + 1
-        return self._next_request

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import numpy as np
 
 from linkcpp.dispatch.call import Call, Request, all_finite
-from linkcpp.dispatch.holder import Holder, LinkState
+from linkcpp.dispatch.holder import Holder, LinkState, next_request_number
 from linkcpp.dispatch.job import Job
 from linkcpp.worker.chain import KeyedChain
 from linkcpp.worker.frames import Buffer, FrameError, Rows, TokenPairs
@@ -72,7 +72,7 @@ class TokenCall:
         token, swarm = self._token, self._swarm
         self._sent_at = time.monotonic()
         for holder, positions in self._shares:
-            number = swarm.request_number()
+            number = next_request_number()
             experts = [token.expert_ids[position] for position in positions]
             try:
                 holder.ask_token(number, token.chain, TokenPairs(token.layer, experts, token.row))
@@ -131,6 +131,7 @@ class TokenCall:
     def _note_answers(self) -> None:
         for holder, positions, took_seconds, compute_us in self._answers:
             holder.note_answer(len(positions), took_seconds, compute_us)
+            self._swarm.spot_checks.sample_token(holder, self._token, positions, self._rows)
 
     def _take_over(self) -> Rows:
         self._note_answers()
@@ -159,6 +160,7 @@ class TokenCall:
         while (answer := holder.next_answer()) is not None:
             known = self._waiting.get(answer.request_id)
             if known is None or known[0] is not holder:
+                holder.pass_over(answer)
                 continue
             positions = known[1]
             self._rows[positions] = np.frombuffer(answer.rows, np.float32).reshape(-1, width)
