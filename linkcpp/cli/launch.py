@@ -20,7 +20,7 @@ from linkcpp.cluster.config import load_config, node_url, parse_node_url
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.logs import LogFormat, choose_format
 from linkcpp.common.service import service_environment
-from linkcpp.common.units import format_bytes, parse_bytes
+from linkcpp.common.units import format_bytes, format_percent, parse_bytes, parse_percent
 from linkcpp.engine.check import choose_engine
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.preview import Preview, preview
@@ -36,6 +36,7 @@ from linkcpp.launch.start import make_request, prepared, start_detached, states_
 from linkcpp.launch.stopping import stop_deployment
 from linkcpp.launch.supervisor import log_to, run_until_stopped
 from linkcpp.planning.records import PlanMode
+from linkcpp.worker.sampling import DEFAULT_RATE
 
 app = verb()
 
@@ -89,6 +90,14 @@ def launch(
             "what it needs; then it fails with status 503.",
         ),
     ] = DEFAULT_PATIENCE_SECONDS,
+    spot_checks: Annotated[
+        str,
+        typer.Option(
+            "--spot-checks",
+            help="Mode experts: how much of the workers' work another worker or this machine does "
+            "too, to compare; 0: nothing.",
+        ),
+    ] = format_percent(DEFAULT_RATE),
     foreground: Annotated[
         bool,
         typer.Option(
@@ -118,6 +127,7 @@ def launch(
         use_mdns=not no_mdns,
         fallback_bytes=None if fallback_memory is None else parse_bytes(fallback_memory),
         patience_seconds=patience,
+        spot_check_rate=parse_percent(spot_checks),
         keeps_trying=foreground,
     )
     choose_format(log_format)
@@ -322,6 +332,7 @@ def _unit(request: LaunchRequest, plan_file: Path) -> str:
         if request.fallback_bytes is not None:
             command += ["--fallback-memory", f"{request.fallback_bytes}B"]
         command += ["--patience", f"{request.patience_seconds:g}"]
+        command += ["--spot-checks", format_percent(request.spot_check_rate)]
     for url in request.node_urls:
         command += ["--node", url]
     if not request.use_mdns:

@@ -6,7 +6,13 @@ from rich.text import Text
 from linkcpp.cli.output import without_ids
 from linkcpp.cli.tables import WholeTable
 from linkcpp.common.units import format_bytes
-from linkcpp.launch.experts.records import UNCHECKED, ExpertsState, WorkerPhase, WorkerState
+from linkcpp.launch.experts.records import (
+    UNCHECKED,
+    DispatchCounts,
+    ExpertsState,
+    WorkerPhase,
+    WorkerState,
+)
 
 
 def experts_view(experts: ExpertsState) -> list[RenderableType]:
@@ -26,7 +32,8 @@ def experts_view(experts: ExpertsState) -> list[RenderableType]:
         for worker in experts.workers
         if worker.way
     ]
-    return [table, *ways, *details, f"  {_summary(experts)}"]
+    differences = [Text(f"  {sentence}", "red") for sentence in experts.differences]
+    return [table, *ways, *details, *differences, f"  {_summary(experts)}"]
 
 
 def _cells(worker: WorkerState) -> list[str | Text]:
@@ -78,6 +85,18 @@ def _summary(experts: ExpertsState) -> str:
         f"{seen.rerouted_pair_count:,} pairs asked for again elsewhere",
         f"{seen.failed_call_count:,} calls failed",
     ]
+    facts.append(_spot_checks(seen))
     if seen.missing_expert_count:
         facts.append(f"{seen.missing_expert_count:,} experts without a worker")
     return ", ".join(facts)
+
+
+def _spot_checks(seen: DispatchCounts) -> str:
+    """Say how much of the rows was compared while it was used, and what came of it."""
+    if not seen.spot_check_count:
+        skipped = seen.spot_skipped_count
+        return (
+            f"no pairs compared ({skipped:,} had nobody else)" if skipped else "no pairs compared"
+        )
+    found = f"{seen.difference_count:,} times" if seen.difference_count else "never"
+    return f"{seen.spot_pair_count:,} pairs compared, which {found} differed"

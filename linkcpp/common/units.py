@@ -1,4 +1,4 @@
-"""Byte sizes as people write and read them."""
+"""Byte sizes and shares as people write and read them."""
 
 import math
 import re
@@ -11,6 +11,7 @@ _SUFFIXES = {
     "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -46,3 +47,23 @@ def parse_bytes(text: str) -> int:
     if match is None or factor is None or math.isinf(float(match[1]) * factor):
         raise LinkcppError(f"{text!r} is not a size.", hint="Write it like 6GB or 512MiB.")
     return round(float(match[1]) * factor)
+
+
+def format_percent(share: float) -> str:
+    """Write a share of 1 as ``1%``."""
+    return f"{100 * share:g}%"
+
+
+def parse_percent(text: str) -> float:
+    """Read ``1%`` or ``0.5 %`` as a share of 1; ``0`` needs no sign.
+
+    Raises:
+        LinkcppError: the text is not a percentage from 0 to 100.
+    """
+    match = _PERCENT.fullmatch("0%" if text.strip() == "0" else text)
+    share = float(match[1]) / 100 if match else math.inf
+    if share > 1:
+        raise LinkcppError(
+            f"{text!r} is not a percentage from 0 to 100.", hint="Write it like 1%, 0.5% or 0."
+        )
+    return share

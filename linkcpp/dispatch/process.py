@@ -18,7 +18,6 @@ from linkcpp.dispatch.control import NewServer, NewWorker, build_control
 from linkcpp.dispatch.device import VirtualDevice
 from linkcpp.dispatch.failures import FailureLog
 from linkcpp.dispatch.fallback import Fallback
-from linkcpp.dispatch.spot_checks import DEFAULT_RATE
 from linkcpp.dispatch.swarm import Swarm, SwarmOptions
 from linkcpp.dispatch.tally import kept_tally
 from linkcpp.dispatch.worker_holder import WorkerAddress
@@ -27,6 +26,7 @@ from linkcpp.engine.process_spec import ProcessState, ProcessStatus
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_server import LOOPBACK, RunningRpcServer, start_rpc_server
 from linkcpp.engine.rpc_socket import RpcSocket
+from linkcpp.worker.sampling import DEFAULT_RATE
 from linkcpp.worker.slabs import GgufSlabs
 
 _FIRST_PAUSE_SECONDS = 0.5

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_RATE = 0.01
 # More would tell of a difference long after it was used.
 _MOST_WAITING = 64
 _MOST_WAITING_BYTES = 32 * 2**20

@@ -26,11 +26,12 @@ from linkcpp.dispatch.routing import (
     Routes,
     plan_routes,
 )
-from linkcpp.dispatch.spot_checks import DEFAULT_RATE, SpotChecks
+from linkcpp.dispatch.spot_checks import SpotChecks
 from linkcpp.dispatch.tally import RoutingTally
 from linkcpp.dispatch.token_call import Token, TokenCall
 from linkcpp.worker.chain import Chain, KeyedChain
 from linkcpp.worker.frames import Rows
+from linkcpp.worker.sampling import DEFAULT_RATE
 
 _REPLAN_SECONDS = 1.0
 _SCORE_DRIFT = 1.3

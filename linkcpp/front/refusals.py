@@ -48,10 +48,18 @@ class Refusal:
 
 
 def refusal_of(status: DispatchStatus) -> Refusal:
-    """Say which experts nobody had in the calls that failed last. Pure."""
+    """Say which experts nobody had in the calls that failed last, or that rows differ. Pure."""
+    if status.failures and status.failures[-1].are_in_doubt:
+        # Anybody may read this, so it names no machine; `linkcpp status` does.
+        return Refusal(
+            503,
+            "Some of the rows that this answer was made of were computed a second time and "
+            "differed, so it may be wrong and ends here. Ask again.",
+        )
     missing: dict[int, set[int]] = {}
     for call in status.failures:
-        missing.setdefault(call.layer, set()).update(call.experts)
+        if not call.are_in_doubt:
+            missing.setdefault(call.layer, set()).update(call.experts)
     named = [
         f"{write_ranges(merge_ranges((expert, expert) for expert in experts))} of layer {layer}"
         for layer, experts in sorted(missing.items())
@@ -59,7 +67,6 @@ def refusal_of(status: DispatchStatus) -> Refusal:
     rest = len(named) - _NAMED_LAYERS
     if rest > 0:
         named[_NAMED_LAYERS:] = [f"others of {rest} more layer{'s' if rest > 1 else ''}"]
-    # Anybody may read this, so it names no machine; `linkcpp status` does.
     message = f"No worker has the experts {', '.join(named)}, and there is no local fallback."
     return Refusal(503, message, {layer: tuple(sorted(e)) for layer, e in missing.items()})
 

@@ -13,6 +13,7 @@ from linkcpp.common.records import Record
 from linkcpp.launch.experts.records import ExpertsState
 from linkcpp.node.records import ServerId
 from linkcpp.planning.records import Plan
+from linkcpp.worker.sampling import DEFAULT_RATE
 
 STATE_SCHEMA_VERSION = 1
 DEFAULT_PATIENCE_SECONDS = 20.0
@@ -24,7 +25,8 @@ class LaunchRequest(Record):
     ``api_key_file`` is ``None`` where the API is open, which only loopback may be. In mode
     ``experts`` this machine computes what no worker does, with at most ``fallback_bytes`` of
     experts in memory (0: it does not; ``None``: what the plan leaves free); where that cannot be,
-    a request waits for a worker for ``patience_seconds``. With ``keeps_trying`` a launch waits for
+    a request waits for a worker for ``patience_seconds``. ``spot_check_rate`` is which part of the
+    workers' rows somebody else computes too. With ``keeps_trying`` a launch waits for
     what is missing instead of telling so and ending: nobody is there to be told.
     """
 
@@ -40,6 +42,7 @@ class LaunchRequest(Record):
     use_mdns: bool = True
     fallback_bytes: int | None = Field(default=None, ge=0)
     patience_seconds: float = Field(default=DEFAULT_PATIENCE_SECONDS, ge=0, allow_inf_nan=False)
+    spot_check_rate: float = Field(default=DEFAULT_RATE, ge=0, le=1)
     keeps_trying: bool = False
 
 

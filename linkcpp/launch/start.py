@@ -24,6 +24,7 @@ from linkcpp.launch.records import (
 from linkcpp.launch.rendering import templates_folder
 from linkcpp.planning.records import Plan, PlanMode
 from linkcpp.registry.finding_models import is_elsewhere
+from linkcpp.worker.sampling import DEFAULT_RATE
 
 POLL_SECONDS = 0.1
 
@@ -41,6 +42,7 @@ def make_request(
     use_mdns: bool,
     fallback_bytes: int | None = None,
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    spot_check_rate: float = DEFAULT_RATE,
     keeps_trying: bool = False,
 ) -> LaunchRequest:
     """Turn what the user said into a whole request, all paths absolute.
@@ -67,6 +69,7 @@ def make_request(
         use_mdns=use_mdns,
         fallback_bytes=fallback_bytes,
         patience_seconds=patience_seconds,
+        spot_check_rate=spot_check_rate,
         keeps_trying=keeps_trying,
     )
 

@@ -9,6 +9,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 
+DEFAULT_RATE = 0.01
 SECRET_BYTES = 32
 _NEVER = 1 << 62
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.units import format_bytes, parse_bytes
+from linkcpp.common.units import format_bytes, format_percent, parse_bytes, parse_percent
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,17 @@ def test_a_written_size_reads_back_within_its_three_digits(size: int) -> None:
 def test_a_size_beyond_every_number_is_refused() -> None:
     with pytest.raises(LinkcppError, match="not a size"):
         parse_bytes("9" * 400 + "GB")
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("1%", 0.01), (" 0.5 % ", 0.005), ("0", 0), ("100%", 1)]
+)
+def test_a_percentage_is_a_share_of_one(text: str, share: float) -> None:
+    assert parse_percent(text) == share
+    assert parse_percent(format_percent(share)) == share
+
+
+@pytest.mark.parametrize("text", ["0.01", "101%", "-1%", "one", "%", ""])
+def test_what_is_not_a_percentage_is_refused(text: str) -> None:
+    with pytest.raises(LinkcppError, match="not a percentage"):
+        parse_percent(text)

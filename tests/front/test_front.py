@@ -18,8 +18,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from linkcpp.common.logs import REQUEST_LOGGER, JsonFormatter
 from linkcpp.dispatch.access import ControlAccess
+from linkcpp.dispatch.control import DispatchStatus
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.front.process import FrontConfig, run_front
+from linkcpp.front.refusals import refusal_of
 from tests.support.dripping import dripping
 
 CONTROL_TOKEN = "control"
@@ -192,6 +194,17 @@ async def test_a_failed_request_is_a_503_that_names_the_experts(
     assert "geheim" not in caplog.text
     await until(lambda: len(engine.erased) == 2)
     assert engine.erased == ["/slots/0?action=erase", "/slots/1?action=erase"]
+
+
+def test_an_answer_made_of_rows_that_differ_is_refused_without_naming_anybody() -> None:
+    doubt = {"layer": 1, "experts": [7], "are_in_doubt": True}
+    missing = STATUS["failures"][0]
+    found = refusal_of(DispatchStatus.model_validate({**STATUS, "failures": [missing, doubt]}))
+    assert found.status == 503
+    assert "differed" in found.message
+    assert not found.missing
+    found = refusal_of(DispatchStatus.model_validate({**STATUS, "failures": [doubt, missing]}))
+    assert found.missing == {3: (4, 5, 9)}
 
 
 async def test_a_stream_that_fails_ends_with_an_error_and_without_the_wrong_words(

@@ -28,7 +28,7 @@ def url(experts: Experts) -> Iterator[str]:
     """Every expert has two holders, and this machine a share of its own."""
     held = {"attic": [(0, 7)], "cellar": [(4, 15)], "garage": [(8, 11)], HERE: [(0, 3), (12, 15)]}
     plan = experts_plan(experts.swarm, experts.model, held)
-    with launched(experts, plan, "--fallback-memory", "0") as url:
+    with launched(experts, plan, "--fallback-memory", "0", "--spot-checks", "50%") as url:
         yield url
 
 
@@ -58,8 +58,11 @@ def test_status_tells_what_every_worker_holds_and_did(experts: Experts, url: str
     assert computed >= seen["pair_count"] > 0
     assert seen["failed_call_count"] == seen["fallback_pair_count"] == 0
     assert seen["missing_expert_count"] == 0
+    assert seen["spot_pair_count"] > 0
+    assert seen["difference_count"] == 0
     text = experts.swarm.run("status", NAME).stdout
     assert all(word in text for word in ("attic", "cellar", "garage", "pairs", "replicas"))
+    assert "pairs compared, which never differed" in " ".join(text.split())
 
 
 def test_the_virtual_device_has_metrics(experts: Experts, url: str) -> None:
@@ -68,6 +71,9 @@ def test_the_virtual_device_has_metrics(experts: Experts, url: str) -> None:
     calls = next(line for line in text.splitlines() if line.startswith("linkcpp_dispatch_calls_"))
     assert float(calls.split()[1]) > 0
     assert "linkcpp_dispatch_failed_calls_total 0.0" in text
+    assert "linkcpp_dispatch_differences_total 0.0" in text
+    pairs = next(line for line in text.splitlines() if "spot_checked_pairs_total " in line)
+    assert float(pairs.split()[-1]) > 0
     assert text.count("linkcpp_dispatch_worker_up{") == len(experts.swarm.agents) + 1
 
 

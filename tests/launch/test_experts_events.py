@@ -10,6 +10,7 @@ from linkcpp.cluster.records import NodeId
 from linkcpp.dispatch.checks import AdmissionStatus
 from linkcpp.dispatch.control import DispatchStatus, FallbackStatus, WorkerStatus
 from linkcpp.launch.decisions import Step
+from linkcpp.launch.events import Noticed
 from linkcpp.launch.experts.decisions import (
     CHAIN,
     absence_clause,
@@ -38,6 +39,7 @@ from linkcpp.launch.experts.records import (
     WorkerPhase,
     WorkerState,
 )
+from linkcpp.launch.experts.watching import _Links
 from linkcpp.model.slices.segments import Segment
 from linkcpp.node.records import WorkerId
 from linkcpp.worker.agreement import Agreement, Verdict
@@ -83,7 +85,7 @@ def seen(name: str, *ranges: tuple[int, int], state: str = "up", **fields: Any) 
 
 def told(*workers: WorkerStatus, fallback: FallbackStatus | None = None, **counts: Any) -> Any:
     numbers = dict.fromkeys(
-        set(DispatchStatus.model_fields) - {"workers", "fallback", "failures"}, 0
+        set(DispatchStatus.model_fields) - {"workers", "fallback", "failures", "differences"}, 0
     )
     return DispatchSeen(
         DispatchStatus(workers=workers, fallback=fallback, failures=(), **{**numbers, **counts})
@@ -256,3 +258,16 @@ def test_a_node_that_left_is_told_with_the_time_it_left() -> None:
     next_day = absence_clause(left_at, left_at + timedelta(hours=9))
     assert "left on 2026-03-01 at 20:48" in next_day
     assert "cannot be found" in absence_clause(None, left_at)
+
+
+def test_a_difference_between_workers_is_in_the_state_and_told_once(two: ExpertsState) -> None:
+    sentence = "Worker w0 is no longer used: its rows differ."
+    event = told(seen("w0", (0, 9)), seen("w1", (6, 15)), spot_pair_count=70, difference_count=1)
+    event = DispatchSeen(event.status.model_copy(update={"differences": (sentence,)}))
+    state = apply_to_experts(two, event)
+    assert (state.dispatch.spot_pair_count, state.dispatch.difference_count) == (70, 1)
+    emitted: list[object] = []
+    links = _Links(emitted.append, lambda: state)
+    links.look()
+    links.look()
+    assert emitted == [Noticed(sentence.rstrip("."))]

@@ -117,6 +117,7 @@ class ExpertsAttempt(Attempt):
             log_folder=self._folder.path,
             threads=usable_cores(),
             patience_seconds=request.patience_seconds,
+            spot_check_rate=request.spot_check_rate,
             zero_missing=True,
             failure_counter=self._folder.failure_counter,
             routing_counts=self._folder.routing_counts_file,

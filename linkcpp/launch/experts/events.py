@@ -199,6 +199,7 @@ def _seen(state: ExpertsState, status: DispatchStatus) -> ExpertsState:
         "workers": tuple(workers),
         "dispatch": counts,
         "fallback_failure": fallback.failure if fallback else None,
+        "differences": status.differences,
     }
     return state.model_copy(update=changes)
 

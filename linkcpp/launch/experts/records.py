@@ -103,6 +103,10 @@ class DispatchCounts(Record):
     failed_pair_count: int = 0
     late_count: int = 0
     nonsense_count: int = 0
+    spot_check_count: int = 0
+    spot_pair_count: int = 0
+    spot_skipped_count: int = 0
+    difference_count: int = 0
     missing_expert_count: int = 0
     dropped_bytes: int = 0
     fallback_pair_count: int = 0
@@ -115,6 +119,7 @@ class ExpertsState(Record):
     The backbone file has ``backbone_bytes`` by its length, of which ``backbone_copied_bytes`` are
     not holes. ``has_fallback`` tells whether this machine computes what no worker does, with at
     most ``fallback_bytes`` of experts in memory; ``fallback_absence`` says why it does not.
+    ``differences`` are sentences about workers whose rows differed from somebody else's.
     """
 
     workers: tuple[WorkerState, ...]
@@ -127,3 +132,4 @@ class ExpertsState(Record):
     fallback_absence: str | None = None
     fallback_failure: str | None = None
     dispatch: DispatchCounts = DispatchCounts()
+    differences: tuple[str, ...] = ()

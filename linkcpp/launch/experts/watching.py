@@ -47,15 +47,20 @@ async def watch_dispatcher(
 
 
 class _Links:
-    """Workers that run and yet do not answer: stopped, overloaded, or wrong."""
+    """Workers that run and yet do not answer, stopped or overloaded, or answer what is wrong."""
 
     def __init__(self, emit: Emit, experts: Callable[[], ExpertsState]) -> None:
         self._emit = emit
         self._experts = experts
         self._looks: dict[int, int] = {}
+        self._told: set[str] = set()
 
     def look(self) -> None:
         state = self._experts()
+        for sentence in state.differences:
+            if sentence not in self._told:
+                self._told.add(sentence)
+                self._emit(Noticed(sentence.rstrip(".")))
         for worker in state.workers:
             before = self._looks.get(worker.index, 0)
             is_silent = worker.phase is WorkerPhase.UP and not worker.is_linked
