@@ -72,7 +72,11 @@ def test_the_virtual_device_has_metrics(experts: Experts, url: str) -> None:
     assert float(calls.split()[1]) > 0
     assert "linkcpp_dispatch_failed_calls_total 0.0" in text
     assert "linkcpp_dispatch_differences_total 0.0" in text
-    pairs = next(line for line in text.splitlines() if "spot_checked_pairs_total " in line)
+    pairs = next(
+        line
+        for line in text.splitlines()
+        if line.startswith("linkcpp_dispatch_spot_checked_pairs_")
+    )
     assert float(pairs.split()[-1]) > 0
     assert text.count("linkcpp_dispatch_worker_up{") == len(experts.swarm.agents) + 1
 
