@@ -22,8 +22,9 @@ READ_BYTES: Final = 256 * 1024
 class RelayLimits(NamedTuple):
     """Bounds on what strangers and members may take.
 
-    A connection is unpaired from its upgrade until its other side is there. A coordinator dials
-    for all of its nodes at once, so that one address may have many. ``spare_descriptors`` of those
+    A connection is unpaired from its upgrade until its other side is there; while it has not told
+    who it is, it makes room for newer ones. A coordinator dials for all of its nodes at once, so
+    that one address may have many. ``spare_descriptors`` of those
     that the process may have open are left to others.
     """
 
@@ -124,11 +125,23 @@ class Relay:
                 503, "full", "This gateway has nearly all connections open that its system allows."
             )
         if len(self._unpaired) >= self._limits.unpaired:
-            raise UpgradeError(503, "full", "Too many connections wait for their other side.")
-        if self._unpaired_by_caller[whose] >= self._limits.unpaired_per_caller:
+            ((crowd, _),) = self._unpaired_by_caller.most_common(1)
+            if not self._make_room(crowd):
+                raise UpgradeError(503, "full", "Too many connections wait for their other side.")
+        is_over = self._unpaired_by_caller[whose] >= self._limits.unpaired_per_caller
+        if is_over and not self._make_room(whose):
             raise UpgradeError(
                 429, "too_many", "Too many connections from there wait for their other side."
             )
+
+    def _make_room(self, whose: str) -> bool:
+        """Drop the caller's connection that has said nothing for longest, if there is one."""
+        for connection, caller_of_it in self._unpaired.items():
+            if caller_of_it == whose and self._connections.get(connection) is None:
+                self._count_out(connection)
+                connection.drop()
+                return True
+        return False
 
     def close_edges(self, edge_ids: Iterable[str]) -> None:
         """End edges that the hub wants no more."""

@@ -200,7 +200,8 @@ async def test_a_gateway_that_stops_says_so() -> None:
 
 async def test_connections_of_one_address_that_wait_are_bounded() -> None:
     async with running_gateway(RelayLimits(unpaired_per_caller=2)) as gateway:
-        async with gateway.pair(), gateway.dial(), gateway.side(new_edge(), NODE):
+        waiting = (gateway.side(new_edge(), NODE), gateway.side(new_edge(), NODE))
+        async with gateway.pair(), waiting[0], waiting[1]:
             with pytest.raises(InvalidStatus) as caught:
                 async with gateway.dial():
                     pass
@@ -210,11 +211,25 @@ async def test_connections_of_one_address_that_wait_are_bounded() -> None:
 
 
 async def test_connections_that_wait_are_bounded_in_all() -> None:
-    async with running_gateway(RelayLimits(unpaired=1)) as gateway, gateway.dial():
+    limits = RelayLimits(unpaired=1)
+    async with running_gateway(limits) as gateway, gateway.side(new_edge(), NODE):
         with pytest.raises(InvalidStatus) as caught:
             async with gateway.dial():
                 pass
         assert caught.value.response.status_code == 503
+
+
+@pytest.mark.parametrize(
+    "limits", [RelayLimits(unpaired=8), RelayLimits(unpaired_per_caller=8)], ids=["all", "caller"]
+)
+async def test_who_says_nothing_makes_room_for_who_has_a_ticket(limits: RelayLimits) -> None:
+    async with running_gateway(limits) as gateway, contextlib.AsyncExitStack() as stack:
+        for _ in range(12):
+            silent = await stack.enter_async_context(gateway.dial())
+        async with gateway.pair() as (backbone, node):
+            await backbone.send(b"through")
+            assert await node.recv() == b"through"
+        assert await _is_open(silent)
 
 
 async def test_edges_are_bounded() -> None:
