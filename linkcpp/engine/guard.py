@@ -163,6 +163,11 @@ class LinkGuard:
             raise GuardError(f"From the server: {error.message}") from error
         return flow
 
+    @property
+    def is_owed(self) -> bool:
+        """Whether the client waits for an answer of the server."""
+        return bool(self._owed)
+
     def close(self) -> None:
         """Give back what the connection held: the server frees it when the connection ends."""
         for held in self._buffers.values():

@@ -1,7 +1,7 @@
 """A stock ggml-rpc-server on loopback: its command line, and its start on a free port."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,10 +66,12 @@ async def start_rpc_server(
     log_path: Path,
     threads: int | None = None,
     on_change: Callable[[ProcessStatus], None] | None = None,
+    probe: Callable[[], Awaitable[bool]] | None = None,
 ) -> RunningRpcServer:
     """Start an rpc-server and wait until it listens; where its port was taken meanwhile, again.
 
     ``on_change`` sees every attempt; a failure because of the port is followed by a new start.
+    ``probe`` tells whether it owes nobody an answer, without connecting to it.
 
     Raises:
         LinkcppError: it does not start.
@@ -79,7 +81,7 @@ async def start_rpc_server(
         spec = rpc_server_spec(
             location, device=device, port=port, log_path=log_path, threads=threads
         )
-        process = SupervisedProcess(spec, on_change=on_change)
+        process = SupervisedProcess(spec, on_change=on_change, probe=probe)
         process.start()
         try:
             await process.wait_ready()

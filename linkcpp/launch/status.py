@@ -71,15 +71,29 @@ def report_on(folder: DeploymentFolder) -> DeploymentReport:
         engine_is_alive=is_alive(state.llama_server),
         now=time.time(),
     )
-    if not has_supervisor or not is_alive(state.supervisor):
+    if state.supervisor is None or not has_supervisor or not is_alive(state.supervisor):
         return report
-    return report.model_copy(update={"memory": _memory_of(folder, state)})
+    changes: dict[str, object] = {"memory": _memory_of(folder, state.supervisor.pid)}
+    if _is_stopped(state.supervisor.pid):
+        changes["explanation"] = "A signal stopped its supervisor: nobody looks after it."
+        changes["advice"] = (
+            f"`kill -CONT {state.supervisor.pid}` lets it go on, `linkcpp stop {state.name}` ends "
+            "it."
+        )
+    return report.model_copy(update=changes)
 
 
-def _memory_of(folder: DeploymentFolder, state: DeploymentState) -> MemoryHere | None:
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def _memory_of(folder: DeploymentFolder, pid: int) -> MemoryHere | None:
     try:
         planned = folder.read_plan().coordinator_memory
-        supervisor = psutil.Process(state.supervisor.pid if state.supervisor else None)
+        supervisor = psutil.Process(pid)
         programs = [supervisor, *supervisor.children(recursive=True)]
     except (LinkcppError, psutil.Error):
         return None

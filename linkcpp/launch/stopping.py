@@ -60,7 +60,9 @@ def _end_supervisor(folder: DeploymentFolder, patience_seconds: float) -> None:
     supervisor = _supervisor_of(folder)
     if supervisor is None:
         return
-    _signal(supervisor, signal.SIGTERM)
+    # One that is stopped hears nothing until it goes on.
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        _signal(supervisor, number)
     deadline = time.monotonic() + patience_seconds
     while folder.has_supervisor() and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

@@ -48,6 +48,12 @@ class Bridge:
         # Not by a method of its own: what the link holds must go as soon as the bridge does.
         self._link = Link(functools.partial(_send, websocket))
         self._end: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
+        self._guard: LinkGuard | None = None
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the client waits for an answer of an rpc-server."""
+        return self._guard is not None and self._guard.is_owed
 
     def end(self, code: BridgeCloseCode, reason: str) -> None:
         """Have the bridge end from outside, because its server stopped or failed."""
@@ -112,10 +118,11 @@ class Bridge:
             if self._account is None:
                 await self._link.carry(reader, writer, awaits_peer=True)
                 continue
-            guard = LinkGuard(self._account, piece_bytes=self._piece_bytes)
+            guard = self._guard = LinkGuard(self._account, piece_bytes=self._piece_bytes)
             try:
                 await self._link.carry(reader, writer, guard=guard, awaits_peer=True)
             finally:
+                self._guard = None
                 guard.close()
 
     async def _close(self, error: LinkError) -> None:

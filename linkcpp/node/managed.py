@@ -96,6 +96,10 @@ class Managed:
         """Start the lease again."""
         self.lease_ends = monotonic() + self._lease_seconds
 
+    async def owes_nothing(self) -> bool:
+        """Whether no client waits for an answer; known without asking the program."""
+        return not any(bridge.is_owed for bridge in self._bridges)
+
     async def run_bridge(self, bridge: Bridge) -> str:
         """Let a bridge that has claimed it serve its client; return why it ended."""
         self._bridges.add(bridge)

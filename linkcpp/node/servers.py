@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from linkcpp.cluster.measure import CPU
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
@@ -107,6 +108,8 @@ class ServerManager(Manager[ManagedServer]):
                 device=request.device,
                 threads=threads,
                 log_path=server.log_path,
+                # A card may compute for long while the CPU has nothing to do.
+                probe=server.owes_nothing if request.device == CPU else None,
             )
         except LinkcppError as error:
             server.end(ServerState.FAILED, error.message)

@@ -316,5 +316,8 @@ def test_a_launch_at_boot_waits_for_a_node_that_boots_later(pair: Swarm, plan: P
     assert {stage["node_name"] for stage in state["stages"] if not stage["is_coordinator"]} == set(
         names
     )
-    booting.terminate()
+    # A supervisor that a signal stopped looks after nothing; that is told, and it ends in order.
+    booting.send_signal(signal.SIGSTOP)
+    wait_until(lambda: "stopped its supervisor" in (pair.status("boot")["explanation"] or ""))
+    pair.run("stop", "boot")
     assert booting.wait(60) == 0

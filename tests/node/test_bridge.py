@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
+from linkcpp.engine import liveness
+from linkcpp.engine import process as process_module
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_client import RpcClient
 from linkcpp.engine.wire import Command, WireError, encode_request
@@ -204,6 +206,27 @@ async def test_simultaneous_requests_are_not_promised_the_same_memory(
         each = 100 * MEBIBYTE + node.agent.servers.overhead_bytes
         assert len(granted) == 400 * MEBIBYTE // each
         assert len(granted) + len(refused) == 6
+
+
+async def test_a_server_that_owes_an_answer_and_does_nothing_is_ended(
+    node: RunningAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(liveness, "SILENT_SECONDS", 0.5)
+    # It stands for one that waits for a lock: the signal itself is not looked at here.
+    monkeypatch.setattr(liveness, "STOPPED_SECONDS", 3600.0)
+    server = await a_server(node)
+    async with await Tunnel.open(node.client, server.server_id) as tunnel:
+        async with await RpcClient.connect("127.0.0.1", tunnel.port) as client:
+            await asyncio.sleep(0.6)
+            # It is idle, and owes nobody anything.
+            assert (await node.client.server(server.server_id)).state is ServerState.READY
+            (program,) = _rpc_servers()
+            program.suspend()
+            with pytest.raises(WireError):
+                await client.alloc_buffer(1024)
+        ended = await until_state(node, server, ServerState.FAILED)
+    assert "neither answered nor computed" in (ended.detail or "")
 
 
 async def test_a_server_ends_when_its_lease_passes_without_renewal_or_bridge(
