@@ -95,12 +95,10 @@ def gateway(
         sockets = [stack.enter_context(opened) for opened in listen(host, port)]
         own = node_url(host, sockets[0].getsockname()[1])
         public = websocket_url(_public_url(url, own, credentials, plain=plain), RELAY_PATH)
-        relay = Relay(gateway_id=identity.node_id, hub=credentials.hub_key)
-        uvloop.run(_run(relay, credentials, identity, sockets, public))
+        uvloop.run(_run(credentials, identity, sockets, public))
 
 
 async def _run(
-    relay: Relay,
     credentials: HubCredentials,
     identity: Identity,
     sockets: list[socket.socket],
@@ -112,6 +110,9 @@ async def _run(
         loop.add_signal_handler(number, stop.set)
     metrics_token = _metrics_token()
     async with joined_client(credentials.url, identity=identity) as client:
+        relay = Relay(
+            gateway_id=identity.node_id, hub=credentials.hub_key, clock=client.ticket_time
+        )
         registering = asyncio.create_task(stay_registered(relay, client, public))
         registering.add_done_callback(lambda _: stop.set())
         out = console()

@@ -68,14 +68,15 @@ class Joining:
     async def membership(self, agent: _Joiner) -> AsyncIterator[Membership]:
         """Connect an agent with the hub while the block runs."""
         keys = load_keys()
+        hub = joined_client(self._credentials.url, identity=agent.identity, keys=keys)
         edges = EdgeAcceptor(
             own_key=keys.edge,
             own_node_id=agent.identity.node_id,
             hub=self._credentials.hub_key,
             agent_address=(_LOOPBACK, self._agent_port),
             tokens=agent.tokens,
+            clock=hub.ticket_time,
         )
-        hub = joined_client(self._credentials.url, identity=agent.identity, keys=keys)
         agent.edges, agent.slices.hub = edges, hub
         try:
             yield Membership(

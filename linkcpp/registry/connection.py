@@ -1,10 +1,12 @@
 """Calls to a hub: deadlines, bounded answers, no redirects, errors in words, a token kept fresh."""
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from time import monotonic
+from email.utils import parsedate_to_datetime
+from time import monotonic, time
 from typing import Any, TypeVar
 
 import httpx
@@ -81,6 +83,8 @@ class HubConnection(AsyncClosing):
         self._token_until = 0.0  # of the monotonic clock: this machine's date may be wrong
         self._renewed = -_LEAST_SECONDS_BETWEEN_RENEWALS
         self._renewing = asyncio.Lock()
+        # By how much the hub's clock was ahead of the monotonic one when it last answered.
+        self._hub_ahead: float | None = None
         # No credentials from the environment: the token is for this hub alone.
         self._http = httpx.AsyncClient(
             timeout=timeout_seconds,
@@ -104,7 +108,18 @@ class HubConnection(AsyncClosing):
         Raises:
             HubError: nothing answers, or it is no hub.
         """
-        return await self.call(HubHealth, "GET", "/v1/health", authenticated=False)
+        health = await self.call(HubHealth, "GET", "/v1/health", authenticated=False)
+        self._hub_ahead = health.time - monotonic()
+        return health
+
+    def ticket_time(self) -> float:
+        """Return the time by which the hub's tickets end, in seconds since 1970.
+
+        It is the hub's as of its last answer, for this machine's clock may be wrong; or this
+        machine's where that is earlier, for the hub's may have been set since.
+        """
+        own = time()
+        return own if self._hub_ahead is None else min(own, monotonic() + self._hub_ahead)
 
     async def token(self) -> str:
         """Return a token that is valid for a while, a new one where needed.
@@ -237,10 +252,16 @@ class HubConnection(AsyncClosing):
                 response = await self._http.send(request, stream=True)
             except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
                 raise self.service.unreachable(error) from error
+            self._note_date(response.headers.get("Date"))
             is_turned_away = response.status_code == httpx.codes.UNAUTHORIZED
             if token is None or not is_turned_away or not await self._drop_token(token):
                 return response
             await response.aclose()
+
+    def _note_date(self, text: str | None) -> None:
+        with contextlib.suppress(ValueError):
+            if text:
+                self._hub_ahead = parsedate_to_datetime(text).timestamp() - monotonic()
 
     def refusal(self, status: int, body: bytes) -> HubError:
         """Say in words what the hub answered in place of what was asked for.

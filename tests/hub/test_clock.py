@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+import time
 
 import pytest
 
 from linkcpp.hub.clock_steps import seen_since
 from linkcpp.registry.edges import EdgeRequest
 from linkcpp.registry.records import Heartbeat, Role
+from linkcpp.registry.tickets import verify_edge_ticket
 from tests.hub.hubs import RunningHub, node_state
 
 HOUR = 3600.0
@@ -94,6 +96,18 @@ async def test_a_clock_that_is_set_ends_no_edge_and_keeps_no_dead_gateway(
     assert 0 <= hub.clock() - directory.edges[edge.edge_id].last_seen < HOUR / 2
     hub.clock.offset += 60.0
     assert not directory.is_online(gateway.node_id, hub.clock())
+
+
+@pytest.mark.parametrize("error", [HOUR, -HOUR])
+async def test_a_machine_whose_own_clock_is_wrong_takes_the_tickets_of_its_hub(
+    hub: RunningHub, error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, coordinator = await hub.online_node(), await hub.machine(Role.BACKBONE, name="desk")
+    offer = await coordinator.client.create_edge(EdgeRequest(node_id=node.node_id))
+    own = time.time() + error
+    monkeypatch.setattr("linkcpp.registry.connection.time", lambda: own)
+    now = node.client.ticket_time()
+    assert verify_edge_ticket(hub.hub.identity.verifier, offer.ticket, now=now)
 
 
 def test_what_was_seen_since_the_clock_was_set_is_left_as_it_is() -> None:
