@@ -59,8 +59,10 @@ async def until_online(hub: RunningHub, asking: Machine, count: int = 1) -> None
 
 
 async def offers(node: Machine, backbone: Machine) -> tuple[EdgeOffer, EdgeOffer]:
+    # A node that the hub has not just heard of would be asked first, and answers nothing here.
+    await node.client.heartbeat(Heartbeat(sequence=1))
     mine = await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
-    answer = await node.client.heartbeat(Heartbeat(sequence=1))
+    answer = await node.client.heartbeat(Heartbeat(sequence=2))
     (theirs,) = (offer for offer in answer.offers if offer.edge_id == mine.edge_id)
     return mine, theirs
 
