@@ -13,9 +13,6 @@ from linkcpp.registry.edges import LookEvent
 from linkcpp.registry.records import HEARTBEAT_SECONDS
 
 ANSWER_SECONDS = 3.0
-# Who was heard of within this time is there.
-FRESH_SECONDS = 1.0
-
 # After a start of the hub nodes are on their way back, and come with their next heartbeat at last.
 _RETURN_SECONDS = 1.2 * HEARTBEAT_SECONDS
 # Many nodes are asked so rarely that their answers are no more than so many a second.
@@ -23,9 +20,13 @@ _MOST_ANSWERS_PER_SECOND = 500
 
 
 class Lookout:
-    """Asks nodes whether they are there. Needs a running event loop."""
+    """Asks nodes whether they are there. Needs a running event loop.
+
+    Who was heard of within ``fresh_seconds`` is there.
+    """
 
     def __init__(self, events: EventSockets, *, clock: Callable[[], float] = monotonic) -> None:
+        self.fresh_seconds = 1.0
         self._events = events
         self._clock = clock
         self._started_at = clock()
@@ -46,7 +47,7 @@ class Lookout:
     async def silent(self, node_ids: Collection[str]) -> frozenset[str]:
         """Ask nodes whether they are there; return those that do not answer in time."""
         now = self._clock()
-        fresh_since = now - max(FRESH_SECONDS, len(node_ids) / _MOST_ANSWERS_PER_SECOND)
+        fresh_since = now - max(self.fresh_seconds, len(node_ids) / _MOST_ANSWERS_PER_SECOND)
         asked = {
             node_id: self._ask(node_id)
             for node_id in node_ids
