@@ -17,6 +17,7 @@ _WORDS = {
     StopResult.STOPPED: "stopped",
     StopResult.CLEANED_UP: "cleaned up (its supervisor was gone)",
     StopResult.WAS_STOPPED: "was stopped already",
+    StopResult.FORGOTTEN: "its state was damaged; nothing of it runs, and it is off the list",
 }
 
 

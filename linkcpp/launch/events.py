@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from linkcpp.common.processes import ProcessIdentity
 from linkcpp.launch.enginelog import Buffer, Speed
 from linkcpp.launch.experts.events import ExpertsEvent, apply_to_experts, first_experts
 from linkcpp.launch.records import (
@@ -10,7 +11,6 @@ from linkcpp.launch.records import (
     LaunchRequest,
     Notice,
     Phase,
-    ProcessIdentity,
     StageState,
 )
 from linkcpp.node.records import ServerRecord

@@ -9,25 +9,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
 from pydantic import BaseModel, ValidationError
 
 from linkcpp.common.errors import LinkcppError, NotNowError, error_of_system
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import state_folder
+from linkcpp.common.processes import ProcessIdentity
 from linkcpp.dispatch.access import ControlAccess
 from linkcpp.launch.records import (
     STATE_SCHEMA_VERSION,
     DeploymentState,
     LaunchRequest,
-    ProcessIdentity,
 )
 from linkcpp.planning.records import Plan
 
 MAX_RECORD_BYTES = 64 * 2**20
+MAX_SIGNATURE_BYTES = 4096
 LOCK_PATIENCE_SECONDS = 2.0
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _Record = TypeVar("_Record", bound=BaseModel)
+
+
+class DamagedError(LinkcppError):
+    """A file of a deployment is not what this version of linkcpp writes."""
 
 
 class DeploymentFolder:
@@ -99,6 +103,21 @@ class DeploymentFolder:
         finally:
             os.close(descriptor)
         return False
+
+    def sign(self, supervisor: ProcessIdentity) -> None:
+        """Write into the lock who holds it: ``stop`` must know, whatever the state has become."""
+        # In place, since the lock is on this very file.
+        with self.lock_file.open("r+", encoding="utf-8") as file:
+            file.write(supervisor.model_dump_json())
+            file.truncate()
+
+    def signed_by(self) -> ProcessIdentity | None:
+        """Return who signed last, who may be gone; ``None`` where nobody did."""
+        try:
+            with self.lock_file.open("rb") as file:
+                return ProcessIdentity.model_validate_json(file.read(MAX_SIGNATURE_BYTES))
+        except (OSError, ValidationError):
+            return None
 
     def is_live(self) -> bool:
         """Whether something of it runs or may have been left, so that it wants looking after."""
@@ -198,26 +217,6 @@ def name_from_model(model_name: str) -> str:
     return slug[:63].rstrip("-._") or "model"
 
 
-def identity_of(pid: int) -> ProcessIdentity | None:
-    """Return the identity of a living process, ``None`` where there is none of that number."""
-    try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        return ProcessIdentity(pid=pid, started_at=process.create_time())
-    except psutil.Error:
-        return None
-
-
-def is_alive(identity: ProcessIdentity | None) -> bool:
-    """Whether this very process still runs, and not a later one that got its number."""
-    if identity is None:
-        return False
-    now = identity_of(identity.pid)
-    # The clock by which the system tells start times may be corrected by a little.
-    return now is not None and abs(now.started_at - identity.started_at) < 1.0
-
-
 def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -247,16 +246,19 @@ def _take(descriptor: int, name: str) -> None:
 
 
 def _read(path: Path, kind: type[_Record]) -> _Record:
-    hint = f"Remove the folder {path.parent} if the deployment is no longer wanted."
+    hint = f"`linkcpp stop {path.parent.name}` takes the deployment off the list; its logs stay."
     try:
         if path.stat().st_size > MAX_RECORD_BYTES:
-            raise LinkcppError(f"{path} is too large to be a file of linkcpp.", hint=hint)
+            raise DamagedError(f"{path} is too large to be a file of linkcpp.", hint=hint)
         return kind.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise LinkcppError(f"Cannot read {path}: {error.strerror}.", hint=hint) from error
+        raise LinkcppError(
+            f"Cannot read {path}: {error.strerror}.",
+            hint=f"Make it readable, or remove the folder {path.parent}.",
+        ) from error
     except ValidationError as error:
         problem = (
             f"{path} was written by another version of linkcpp, or is damaged "
             f"(this version reads schema {STATE_SCHEMA_VERSION})."
         )
-        raise LinkcppError(problem, hint=hint) from error
+        raise DamagedError(problem, hint=hint) from error

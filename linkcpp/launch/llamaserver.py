@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.processes import ProcessIdentity, identity_of
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec
 from linkcpp.engine.rpc_server import LOOPBACK
 from linkcpp.engine.threads import short_waits
 from linkcpp.launch.api import answers_http
 from linkcpp.launch.enginelog import failure_reason
-from linkcpp.launch.folder import identity_of
-from linkcpp.launch.records import ProcessIdentity
 
 # It loads before it is healthy, which may take hours; the process itself is up at once.
 START_SECONDS = 60.0

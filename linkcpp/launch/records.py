@@ -9,13 +9,14 @@ from enum import StrEnum
 from pydantic import Field
 
 from linkcpp.cluster.records import NodeId
+from linkcpp.common.processes import ProcessIdentity
 from linkcpp.common.records import Record
 from linkcpp.launch.experts.records import ExpertsState
 from linkcpp.node.records import ServerId
 from linkcpp.planning.records import Plan
 from linkcpp.worker.sampling import DEFAULT_RATE
 
-STATE_SCHEMA_VERSION = 1
+STATE_SCHEMA_VERSION = 2
 DEFAULT_PATIENCE_SECONDS = 20.0
 
 
@@ -66,16 +67,6 @@ class Phase(StrEnum):
     def is_final(self) -> bool:
         """Whether nothing runs any more."""
         return self in (Phase.STOPPED, Phase.FAILED)
-
-
-class ProcessIdentity(Record):
-    """A process that cannot be mistaken for a later one with the same number.
-
-    ``started_at`` is the start time in seconds since 1970 as the system reports it.
-    """
-
-    pid: int
-    started_at: float
 
 
 class StageState(Record):

@@ -3,11 +3,10 @@
 import time
 from enum import StrEnum
 
-import psutil
-
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.processes import is_alive
 from linkcpp.common.records import Record
-from linkcpp.launch.folder import DeploymentFolder, is_alive
+from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.records import DeploymentState, Phase
 
 
@@ -67,7 +66,7 @@ def report_on(folder: DeploymentFolder) -> DeploymentReport:
     report = judge(
         state,
         has_supervisor=has_supervisor,
-        booted_at=psutil.boot_time(),
+        was_restarted=state.supervisor is not None and state.supervisor.is_of_earlier_boot,
         engine_is_alive=is_alive(state.llama_server),
         now=time.time(),
     )
@@ -117,11 +116,14 @@ def judge(
     state: DeploymentState,
     *,
     has_supervisor: bool,
-    booted_at: float,
+    was_restarted: bool,
     engine_is_alive: bool,
     now: float,
 ) -> DeploymentReport:
-    """Hold the state against the facts. Pure; times in seconds since 1970."""
+    """Hold the state against the facts. Pure; ``now`` in seconds since 1970.
+
+    ``was_restarted`` tells that the machine was, since its supervisor was seen.
+    """
     explanation, advice = state.detail, state.hint
     if state.phase is Phase.FAILED:
         condition = Condition.FAILED
@@ -129,7 +131,9 @@ def judge(
         condition = Condition.STOPPED
     elif not has_supervisor:
         condition = Condition.CRASHED
-        explanation, advice = _crash(state, booted_at=booted_at, engine_is_alive=engine_is_alive)
+        explanation, advice = _crash(
+            state, was_restarted=was_restarted, engine_is_alive=engine_is_alive
+        )
     elif state.phase is Phase.READY:
         condition = Condition.RUNNING
     else:
@@ -145,9 +149,11 @@ def judge(
     )
 
 
-def _crash(state: DeploymentState, *, booted_at: float, engine_is_alive: bool) -> tuple[str, str]:
+def _crash(
+    state: DeploymentState, *, was_restarted: bool, engine_is_alive: bool
+) -> tuple[str, str]:
     again = f"`linkcpp stop {state.name}` cleans up, then `linkcpp launch` starts it again."
-    if state.updated_at < booted_at:
+    if was_restarted:
         return "This machine was restarted since; nothing of it runs any more.", again
     if engine_is_alive:
         return "Its supervisor is gone; llama-server still runs, unwatched.", again

@@ -3,23 +3,25 @@
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import time
+from collections.abc import Callable
 from enum import StrEnum
 
-import psutil
-
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.processes import ProcessIdentity, is_alive
 from linkcpp.launch.events import EngineStopped, PhaseEntered, apply
 from linkcpp.launch.experts.records import WorkerState
-from linkcpp.launch.folder import DeploymentFolder, is_alive
-from linkcpp.launch.records import DeploymentState, Phase, ProcessIdentity
+from linkcpp.launch.folder import DamagedError, DeploymentFolder
+from linkcpp.launch.records import DeploymentState, Phase
 from linkcpp.node.reaching import Reach
 
 # A supervisor gives llama-server ten seconds and each node as many.
 PATIENCE_SECONDS = 45.0
 IDENTITY_SECONDS = 5.0
 NODE_SECONDS = 5.0
+KILL_SECONDS = 5.0
 POLL_SECONDS = 0.05
 
 
@@ -29,6 +31,7 @@ class StopResult(StrEnum):
     STOPPED = "stopped"
     CLEANED_UP = "cleaned_up"
     WAS_STOPPED = "was_stopped"
+    FORGOTTEN = "forgotten"
 
 
 def stop_deployment(
@@ -36,56 +39,71 @@ def stop_deployment(
 ) -> StopResult:
     """End a deployment and wait until nothing of it is left.
 
-    A supervisor that does not end in time is killed, and what it left is cleaned up.
+    A supervisor that does not end in time is killed, and what it left is cleaned up. A deployment
+    whose state is damaged is forgotten.
 
     Raises:
-        LinkcppError: the state cannot be read or written.
+        LinkcppError: the supervisor cannot be ended, or the state not be read or written.
     """
     if folder.has_supervisor():
         _end_supervisor(folder, patience_seconds)
-        if folder.read_state().phase.is_final:
+        if (state := _readable_state(folder)) is not None and state.phase.is_final:
             return StopResult.STOPPED
-    state = folder.read_state()
+    if (state := _readable_state(folder)) is None:
+        # Without its supervisor nothing of it runs on: all that it started ends by itself.
+        with folder.lock():
+            folder.forget()
+        return StopResult.FORGOTTEN
     if state.phase.is_final and state.llama_server is None:
         return StopResult.WAS_STOPPED
     with folder.lock():
         asyncio.run(_clean_up(state))
-        state = apply(folder.read_state(), EngineStopped(), now=time.time())
+        state = apply(state, EngineStopped(), now=time.time())
         text = "stopped after its supervisor had gone"
         folder.write_state(apply(state, PhaseEntered(Phase.STOPPED, text), now=time.time()))
     return StopResult.CLEANED_UP
 
 
+def _readable_state(folder: DeploymentFolder) -> DeploymentState | None:
+    try:
+        return folder.read_state()
+    except DamagedError:
+        return None
+
+
 def _end_supervisor(folder: DeploymentFolder, patience_seconds: float) -> None:
-    supervisor = _supervisor_of(folder)
-    if supervisor is None:
-        return
-    # One that is stopped hears nothing until it goes on.
-    for number in (signal.SIGTERM, signal.SIGCONT):
-        _signal(supervisor, number)
-    deadline = time.monotonic() + patience_seconds
-    while folder.has_supervisor() and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+    if supervisor := _supervisor_of(folder):
+        # One that is stopped hears nothing until it goes on.
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            _signal(supervisor, number)
+        if not _within(patience_seconds, lambda: not folder.has_supervisor()):
+            _signal(supervisor, signal.SIGKILL)
+            _within(KILL_SECONDS, lambda: not is_alive(supervisor))
     if folder.has_supervisor():
-        _signal(supervisor, signal.SIGKILL)
-        while is_alive(supervisor):
-            time.sleep(POLL_SECONDS)
+        raise LinkcppError(
+            f"The deployment {folder.name!r} runs, but its supervisor does not end or is not to be "
+            "found.",
+            hint=f"`fuser {shlex.quote(str(folder.lock_file))}` names the process: end that one.",
+        )
 
 
 def _supervisor_of(folder: DeploymentFolder) -> ProcessIdentity | None:
-    """Return the supervisor; one that has only just been started has not signed the state yet."""
-    deadline = time.monotonic() + IDENTITY_SECONDS
-    while folder.has_supervisor() and time.monotonic() < deadline:
-        supervisor = folder.read_state().supervisor
-        if is_alive(supervisor):
-            return supervisor
+    """Return the supervisor; one that has only just been started has not signed yet."""
+    _within(IDENTITY_SECONDS, lambda: is_alive(folder.signed_by()) or not folder.has_supervisor())
+    supervisor = folder.signed_by()
+    return supervisor if is_alive(supervisor) else None
+
+
+def _within(seconds: float, is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (so := is_so()) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    return None
+    return so
 
 
 def _signal(process: ProcessIdentity, number: signal.Signals) -> None:
     if is_alive(process):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)
 
 
@@ -97,10 +115,7 @@ async def _clean_up(state: DeploymentState) -> None:
     llama_server = state.llama_server
     if llama_server is not None and is_alive(llama_server):
         _signal(llama_server, signal.SIGTERM)
-        _, alive = await asyncio.to_thread(
-            psutil.wait_procs, [psutil.Process(llama_server.pid)], NODE_SECONDS
-        )
-        if alive:
+        if not await asyncio.to_thread(_within, KILL_SECONDS, lambda: not is_alive(llama_server)):
             _signal(llama_server, signal.SIGKILL)
     workers = state.experts.workers if state.experts else ()
     async with contextlib.aclosing(Reach()) as reach:

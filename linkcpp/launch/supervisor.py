@@ -20,6 +20,7 @@ from pathlib import Path
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import EXIT_ERROR, LinkcppError
 from linkcpp.common.logs import log_to_handler
+from linkcpp.common.processes import identity_of
 from linkcpp.common.request_ids import begin_request
 from linkcpp.launch.attempt import Attempt
 from linkcpp.launch.decisions import Failure, GiveUp, History, pause_seconds, recover
@@ -32,7 +33,7 @@ from linkcpp.launch.events import (
 )
 from linkcpp.launch.experts.attempt import ExpertsAttempt
 from linkcpp.launch.failing import NeverError, StepRefusedError
-from linkcpp.launch.folder import DeploymentFolder, identity_of
+from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.journal import Journal
 from linkcpp.launch.llamaserver import drop_overrides_from_environment
 from linkcpp.launch.records import DeploymentState, Phase
@@ -54,6 +55,7 @@ async def supervise(folder: DeploymentFolder) -> DeploymentState:
     journal = Journal(folder, first_state(request, now=time.time()))
     supervisor = identity_of(os.getpid())
     if supervisor is not None:
+        folder.sign(supervisor)
         journal.emit(SupervisorStarted(supervisor))
     async with journal.keeping():
         try:

@@ -279,7 +279,8 @@ def resident_bytes(process: SupervisedProcess, descendants: Iterable[psutil.Proc
         return 0
     try:
         program = psutil.Process(process.pid)
-        total = sum(part.memory_info().rss for part in (program, program.parent()) if part)
+        keeper = psutil.Process(program.ppid())
+        total = program.memory_info().rss + keeper.memory_info().rss
     except psutil.Error:
         return 0
     for descendant in descendants:

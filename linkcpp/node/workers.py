@@ -15,6 +15,7 @@ from linkcpp.cluster.measure import CPU
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
+from linkcpp.common.processes import descendants_of
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.process import SupervisedProcess
@@ -241,8 +242,8 @@ class WorkerManager(Manager[ManagedWorker]):
         finally:
             with contextlib.suppress(OSError):
                 path.unlink()
-        if worker.is_alive:
-            worker.descendants = await asyncio.to_thread(_descendants, process)
+        if worker.is_alive and process.pid is not None:
+            worker.descendants = await asyncio.to_thread(descendants_of, process.pid)
             self._cap(worker)
         if worker.is_alive:
             self._become_ready(worker, process)
@@ -285,13 +286,6 @@ class WorkerManager(Manager[ManagedWorker]):
                 if descendant.cmdline()[:1] == [str(self._engine.location.rpc_server)]:
                     most = most_data_bytes(scratch_bytes, self._threads(worker))
                     cap_memory(descendant.pid, worker.device, most)
-
-
-def _descendants(process: SupervisedProcess) -> tuple[psutil.Process, ...]:
-    try:
-        return tuple(psutil.Process(process.pid).children(recursive=True))
-    except psutil.Error:
-        return ()
 
 
 def _note_port(worker: ManagedWorker, line: str) -> None:

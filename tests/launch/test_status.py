@@ -13,6 +13,7 @@ from linkcpp.cluster.records import (
     NodeRecord,
     NodeStatus,
 )
+from linkcpp.common.processes import ProcessIdentity
 from linkcpp.edge.choosing import Path as EdgePath
 from linkcpp.edge.choosing import PathKind
 from linkcpp.launch.attempt import memory_to_ask_for
@@ -27,7 +28,7 @@ from linkcpp.launch.finding import FoundNode
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.logs import added_lines, tail_of
 from linkcpp.launch.progress import bars_of
-from linkcpp.launch.records import DeploymentState, LaunchRequest, Phase, ProcessIdentity
+from linkcpp.launch.records import DeploymentState, LaunchRequest, Phase
 from linkcpp.launch.status import Condition, judge
 from linkcpp.launch.surroundings import remaining_cluster
 from linkcpp.node.client import NodeClient
@@ -48,7 +49,7 @@ def _state(phase: Phase, detail: str | None = None) -> DeploymentState:
     )
     state = apply(
         first_state(request, now=1000.0),
-        EngineStarted(ProcessIdentity(pid=7, started_at=1000.0)),
+        EngineStarted(ProcessIdentity(pid=7, start=1000)),
         now=1001.0,
     )
     return apply(state, PhaseEntered(phase, detail), now=1002.0)
@@ -91,7 +92,9 @@ def _found(node_id: str, status: NodeStatus = NodeStatus.READY) -> DiscoveredNod
 
 def test_a_ready_deployment_with_its_supervisor_runs_and_has_an_uptime() -> None:
     state = _state(Phase.READY)
-    report = judge(state, has_supervisor=True, booted_at=0, engine_is_alive=True, now=1012.0)
+    report = judge(
+        state, has_supervisor=True, was_restarted=False, engine_is_alive=True, now=1012.0
+    )
     assert report.condition is Condition.RUNNING
     assert report.uptime_seconds == 10.0
 
@@ -99,7 +102,9 @@ def test_a_ready_deployment_with_its_supervisor_runs_and_has_an_uptime() -> None
 def test_without_its_supervisor_nothing_is_believed() -> None:
     for phase in (Phase.READY, Phase.LOADING, Phase.STOPPING):
         state = _state(phase)
-        gone = judge(state, has_supervisor=False, booted_at=0, engine_is_alive=False, now=2000.0)
+        gone = judge(
+            state, has_supervisor=False, was_restarted=False, engine_is_alive=False, now=2000.0
+        )
         assert gone.condition is Condition.CRASHED
         assert gone.uptime_seconds is None
         assert gone.advice is not None
@@ -110,7 +115,9 @@ def test_people_see_a_gateways_name_and_programs_its_id_too() -> None:
     gateway_id = "3d9b3a1e-0f0c-4f6b-8a51-6b3c9d1c2f10"
     way = f"{EdgePath(PathKind.RELAY, gateway_id, 'south')}: it answered first"
     state = apply(_state(Phase.READY), NodeFound(NodeId("a"), "http://a:1", 1.0, way), now=1003.0)
-    report = judge(state, has_supervisor=True, booted_at=0, engine_is_alive=True, now=1012.0)
+    report = judge(
+        state, has_supervisor=True, was_restarted=False, engine_is_alive=True, now=1012.0
+    )
     with (screen := Console(width=80)).capture() as shown:
         screen.print(status_view([report]))
     assert "a by relay through south: it answered first" in shown.get()
@@ -120,13 +127,17 @@ def test_people_see_a_gateways_name_and_programs_its_id_too() -> None:
 
 def test_a_restart_of_the_machine_is_told_apart_from_a_crash() -> None:
     state = _state(Phase.READY)
-    report = judge(state, has_supervisor=False, booted_at=1500.0, engine_is_alive=False, now=2000.0)
+    report = judge(
+        state, has_supervisor=False, was_restarted=True, engine_is_alive=False, now=2000.0
+    )
     assert report.explanation == "This machine was restarted since; nothing of it runs any more."
 
 
 def test_a_llama_server_that_outlived_its_supervisor_is_told() -> None:
     state = _state(Phase.READY)
-    report = judge(state, has_supervisor=False, booted_at=0, engine_is_alive=True, now=2000.0)
+    report = judge(
+        state, has_supervisor=False, was_restarted=False, engine_is_alive=True, now=2000.0
+    )
     assert report.explanation == "Its supervisor is gone; llama-server still runs, unwatched."
 
 
@@ -134,13 +145,17 @@ def test_a_failed_or_stopped_deployment_needs_no_supervisor() -> None:
     failed = judge(
         _state(Phase.FAILED, "b went away."),
         has_supervisor=False,
-        booted_at=0,
+        was_restarted=False,
         engine_is_alive=False,
         now=2000.0,
     )
     assert (failed.condition, failed.explanation) == (Condition.FAILED, "b went away.")
     stopped = judge(
-        _state(Phase.STOPPED), has_supervisor=False, booted_at=0, engine_is_alive=False, now=2000.0
+        _state(Phase.STOPPED),
+        has_supervisor=False,
+        was_restarted=False,
+        engine_is_alive=False,
+        now=2000.0,
     )
     assert stopped.condition is Condition.STOPPED
 

@@ -5,8 +5,11 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +17,12 @@ import psutil
 import pytest
 
 from linkcpp.common.paths import data_folder, state_folder
+from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.slices.segments import merge_segments
 from linkcpp.node.agent import AgentOptions
 from linkcpp.node.client import NodeClient, NodeRefusedError
+from linkcpp.node.managed import resident_bytes
 from linkcpp.node.records import (
     WORKER_SCRATCH_BYTES,
     BridgeCloseCode,
@@ -422,3 +427,15 @@ async def test_a_worker_takes_only_so_many_bridges(node: RunningAgent, tmp_path:
         with pytest.raises(NodeRefusedError) as error:
             await WorkerTunnel.open(node.client, made.worker.worker_id)
         assert error.value.code == "already_bridged"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the boot time is read off /proc/stat")
+def test_memory_is_measured_also_where_the_boot_time_is_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def denied() -> float:
+        raise PermissionError(13, "Permission denied", "/proc/stat")
+
+    monkeypatch.setattr("psutil._pslinux.boot_time", denied)
+    mine = cast("SupervisedProcess", SimpleNamespace(pid=os.getpid()))
+    assert resident_bytes(mine) > psutil.Process().memory_info().rss
