@@ -68,6 +68,8 @@ class Attempt:
         self._surroundings = surroundings
         self._journal = journal
         self._resources = Resources()
+        # ``of_prompt`` of the speeds still to come that are those of our own first completion.
+        self._own_speeds = {True, False}
         self._watchers: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[BrokenError] = asyncio.get_running_loop().create_future()
         self._served_since: float | None = None
@@ -254,7 +256,9 @@ class Attempt:
 
     def _note_line(self, line: str) -> None:
         fact = read_line(line)
-        if isinstance(fact, Buffer | Speed):
+        if isinstance(fact, Speed) and fact.of_prompt in self._own_speeds:
+            self._own_speeds.remove(fact.of_prompt)
+        elif isinstance(fact, Buffer | Speed):
             self._journal.emit(Logged(fact))
         elif fact is Milestone.WARMING_UP:
             self._journal.emit(PhaseEntered(Phase.WARMING_UP))

@@ -15,7 +15,8 @@ _BUFFER = re.compile(
     r" +(?P<kind>model|KV|RS|compute|output) buffer size *= *(?P<mebibytes>\d{1,9}\.\d{1,6}) MiB"
 )
 _SPEED = re.compile(
-    r"(?P<prompt>prompt )?eval time *=.{1,100}?, *(?P<speed>\d{1,9}\.\d{1,6}) tokens per second\)"
+    r"(?P<prompt>prompt )?eval time *=.{1,60}?/ *(?P<tokens>\d{1,9}) (?:tokens|runs)"
+    r".{1,60}?, *(?P<speed>\d{1,9}\.\d{1,6}) tokens per second\)"
 )
 # Lines that say why llama-server gives up, the most telling ones first.
 _REASONS = (
@@ -67,10 +68,13 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast the last request was, as llama-server measured it."""
+    """How fast the last request was, as llama-server measured it.
+
+    An answer of one token has no speed (``None``): llama-server's clock starts with the first.
+    """
 
     of_prompt: bool
-    tokens_per_second: float
+    tokens_per_second: float | None
 
 
 class Milestone(StrEnum):
@@ -94,7 +98,9 @@ def read_line(line: str) -> Fact | None:
             size_bytes=round(float(match["mebibytes"]) * _MEBIBYTE),
         )
     if match := _SPEED.search(line):
-        return Speed(match["prompt"] is not None, float(match["speed"]))
+        of_prompt = match["prompt"] is not None
+        has_speed = of_prompt or int(match["tokens"]) > 1
+        return Speed(of_prompt, float(match["speed"]) if has_speed else None)
     if "warming up the model" in line:
         return Milestone.WARMING_UP
     if line.rstrip().endswith(": model loaded"):

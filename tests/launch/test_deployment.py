@@ -164,6 +164,11 @@ def test_a_plan_for_one_machine_needs_neither_nodes_nor_a_token(
     words = ("launch", str(alone), "--name", "alone", "--port", "0", "--json")
     state = swarm.run(*words, LINKCPP_TOKEN_FILE=str(tmp_path / "none")).json
     assert [stage["is_coordinator"] for stage in state["stages"]] == [True]
+    assert swarm.status("alone")["state"]["tokens_per_second"] is None
+    one = httpx.post(f"{state['api_url']}/completion", json={"prompt": "One", "n_predict": 1})
+    assert one.status_code == httpx.codes.OK
+    wait_until(lambda: swarm.status("alone")["state"]["prompt_tokens_per_second"])
+    assert swarm.status("alone")["state"]["tokens_per_second"] is None
     assert tokens(state["api_url"]) == reference
     swarm.run("stop", "alone")
 

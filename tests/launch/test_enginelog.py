@@ -51,6 +51,19 @@ def test_speeds_of_prompt_and_answer_are_told_apart() -> None:
     assert read_line(answer) == Speed(of_prompt=False, tokens_per_second=12.99)
 
 
+def test_an_answer_of_one_token_has_no_speed_and_a_prompt_of_one_has() -> None:
+    answer = (
+        "0.04.911.248 I slot print_timing: id  0 | task 9 |        eval time =       0.00 ms /"
+        "     1 tokens (    0.00 ms per token, 1000000.00 tokens per second)"
+    )
+    prompt = (
+        "0.03.689.269 I slot print_timing: id  0 | task 9 | prompt eval time =      95.89 ms /"
+        "     1 tokens (   95.89 ms per token,    10.43 tokens per second)"
+    )
+    assert read_line(answer) == Speed(of_prompt=False, tokens_per_second=None)
+    assert read_line(prompt) == Speed(of_prompt=True, tokens_per_second=10.43)
+
+
 def test_milestones_are_seen() -> None:
     warm_up = (
         "0.01.199.027 I cmn  common_init_: warming up the model with an empty run - please wait"
