@@ -138,13 +138,14 @@ def judge(
         condition = Condition.RUNNING
     else:
         condition = Condition.STARTING
-    is_up = condition is Condition.RUNNING and state.ready_at is not None
+    ready_at = state.ready_at if condition is Condition.RUNNING else None
     return DeploymentReport(
         name=state.name,
         condition=condition,
         explanation=explanation,
         advice=advice,
-        uptime_seconds=now - state.ready_at if is_up and state.ready_at is not None else None,
+        # The clock may have been set back since.
+        uptime_seconds=None if ready_at is None else max(0.0, now - ready_at),
         state=state,
     )
 

@@ -99,6 +99,13 @@ def test_a_ready_deployment_with_its_supervisor_runs_and_has_an_uptime() -> None
     assert report.uptime_seconds == 10.0
 
 
+def test_an_uptime_is_not_negative_after_the_clock_was_set_back() -> None:
+    report = judge(
+        _state(Phase.READY), has_supervisor=True, was_restarted=False, engine_is_alive=True, now=5.0
+    )
+    assert report.uptime_seconds == 0.0
+
+
 def test_without_its_supervisor_nothing_is_believed() -> None:
     for phase in (Phase.READY, Phase.LOADING, Phase.STOPPING):
         state = _state(phase)
