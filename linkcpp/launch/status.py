@@ -3,8 +3,10 @@
 import time
 from enum import StrEnum
 
+import psutil
+
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.processes import is_alive
+from linkcpp.common.processes import descendants_of, is_alive
 from linkcpp.common.records import Record
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.records import DeploymentState, Phase
@@ -92,8 +94,7 @@ def _is_stopped(pid: int) -> bool:
 def _memory_of(folder: DeploymentFolder, pid: int) -> MemoryHere | None:
     try:
         planned = folder.read_plan().coordinator_memory
-        supervisor = psutil.Process(pid)
-        programs = [supervisor, *supervisor.children(recursive=True)]
+        programs = [psutil.Process(pid), *descendants_of(pid)]
     except (LinkcppError, psutil.Error):
         return None
     return MemoryHere(
