@@ -6,13 +6,20 @@ from typing import NamedTuple, Protocol
 from linkcpp.common.errors import LinkcppError
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.connection import HubRefusedError
-from linkcpp.registry.edges import NODE_GONE, EdgeOffer, EdgeRequest, OfferRequest
+from linkcpp.registry.edges import NODE_GONE, NODE_REVOKED, EdgeOffer, EdgeRequest, OfferRequest
 
 _NO_SUCH_EDGE = 404
 
 
 class EdgeEndedError(LinkcppError):
-    """There is no edge to this node any more, and asking again is of no use."""
+    """There is no edge to this node any more, and asking again is of no use.
+
+    ``code`` is the hub's where it refused.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, code: str = "no_edge") -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
 
 
 class Dialled(NamedTuple):
@@ -78,8 +85,9 @@ class HubOffers:
             again = OfferRequest.model_validate(wishes)
             return await self._hub.renew_offer(self._edge_id, again)
         except HubRefusedError as error:
-            if error.is_final or error.status == _NO_SUCH_EDGE or error.code == NODE_GONE:
-                raise EdgeEndedError(error.message, hint=error.hint) from error
+            is_over = error.code in (NODE_GONE, NODE_REVOKED) or error.status == _NO_SUCH_EDGE
+            if error.is_final or is_over:
+                raise EdgeEndedError(error.message, hint=error.hint, code=error.code) from error
             raise
 
     async def close(self) -> None:

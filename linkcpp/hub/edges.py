@@ -18,6 +18,7 @@ from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.writer import Writer
 from linkcpp.registry.edges import (
     NODE_GONE,
+    NODE_REVOKED,
     CloseEvent,
     EdgeEvent,
     EdgeList,
@@ -188,8 +189,15 @@ class Edges:
 
     def _check_node(self, backbone_id: str, node_id: str, now: float) -> None:
         node = self._directory.machines.get(node_id)
-        if node is None or node.revoked_at is not None or node_id == backbone_id:
+        if node is None or node_id == backbone_id:
             raise unknown_machine()
+        if node.revoked_at is not None:
+            raise HubProblem(
+                409,
+                NODE_REVOKED,
+                f"The node {node.name} was revoked.",
+                hint="An admin of the hub lets it in again with a new join token.",
+            )
         if node.role is not Role.NODE:
             raise HubProblem(409, "not_a_node", f"{node.name} joined as {node.role}, not as node.")
         if presence(node.last_seen, now, node.left_at) is Presence.GONE:

@@ -13,6 +13,7 @@ from linkcpp.node.client import NodeClient, NodeError, OtherNodeError, WrongToke
 from linkcpp.node.reaching import Reach
 from linkcpp.planning.records import Plan
 from linkcpp.registry.discovering import parse_hub_node_url
+from linkcpp.registry.edges import NODE_REVOKED
 
 # A busy node may take its time, a dead one must not hold everybody up.
 CALL_SECONDS = 5.0
@@ -92,6 +93,7 @@ class _Search:
         self._asked: set[str] = set()
         self._rejections: list[WrongTokenError] = []
         self._impostors: list[OtherNodeError] = []
+        self._revocations: list[NodeError] = []
         self.found: dict[NodeId, FoundNode] = {}
 
     @property
@@ -114,7 +116,9 @@ class _Search:
         except WrongTokenError as error:
             self._rejections.append(error)
             return
-        except NodeError:
+        except NodeError as error:
+            if error.code == NODE_REVOKED:
+                self._revocations.append(error)
             return
         try:
             record = await client.node()
@@ -139,8 +143,9 @@ class _Search:
             return
         nodes = frozenset(self.missing)
         names = ", ".join(self._wanted[node] for node in self.missing)
-        if self._rejections:
-            first = self._rejections[0]
+        # Those who know why a node is not to be had tell more than that it is not found.
+        if known := [*self._revocations, *self._rejections]:
+            first = known[0]
             raise StepRefusedError(first.message, hint=first.hint, nodes=nodes)
         seen = "".join(f" {error.message}" for error in self._impostors[:1])
         raise NodeMissingError(

@@ -12,7 +12,7 @@ from linkcpp.cluster.records import NodeId
 from linkcpp.cluster.token import load_token
 from linkcpp.common.errors import LinkcppError
 from linkcpp.edge.endpoint import EdgeEndpoint
-from linkcpp.edge.offers import HubOffers
+from linkcpp.edge.offers import EdgeEndedError, HubOffers
 from linkcpp.edge.status import EdgeState, EdgeStatus
 from linkcpp.node.client import EdgePort, NodeClient, NodeUnreachableError, WrongTokenError
 from linkcpp.registry.client import HubClient, joined_client
@@ -73,7 +73,8 @@ class Reach:
         try:
             return await endpoint.open()
         except LinkcppError as error:
-            raise NodeUnreachableError(error.message, hint=error.hint, code="no_edge") from error
+            code = error.code if isinstance(error, EdgeEndedError) else "no_edge"
+            raise NodeUnreachableError(error.message, hint=error.hint, code=code) from error
 
     async def _relay_rtts_ms(self, hub: HubClient) -> dict[str, float]:
         """Measure the way to the hub's gateways, once."""

@@ -26,8 +26,9 @@ from linkcpp.registry.fields import (
 )
 
 GATEWAY_HEARTBEAT_SECONDS = 2.0
-# The code of a refusal: the hub does not make an edge to a node that is not there.
+# Codes of refusals: the hub makes no edge to a node that is not there, or was turned out.
 NODE_GONE = "node_gone"
+NODE_REVOKED = "node_revoked"
 
 
 class EdgeRole(StrEnum):

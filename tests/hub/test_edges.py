@@ -219,7 +219,7 @@ async def test_no_edge_comes_into_being_while_one_of_its_machines_is_revoked(
     both = (revoke, create) if is_revoked_first else (create, revoke)
     results = await asyncio.gather(*both, return_exceptions=True)
     if is_revoked_first:
-        expected = {"backbone": (403, "revoked"), "node": (404, "unknown_machine")}
+        expected = {"backbone": (403, "revoked"), "node": (409, "node_revoked")}
         (problem,) = (one for one in results if isinstance(one, HubProblem))
         assert (problem.status, problem.code) == expected[who]
     assert not hub.hub.directory.edges

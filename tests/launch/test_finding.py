@@ -3,12 +3,13 @@
 import pytest
 
 from linkcpp.cluster.records import NodeId
-from linkcpp.launch.failing import NodeMissingError
+from linkcpp.launch.failing import NodeMissingError, StepRefusedError
 from linkcpp.launch.finding import find_nodes
-from linkcpp.node.client import EdgePort, NodeClient
+from linkcpp.node.client import EdgePort, NodeClient, NodeUnreachableError
 from linkcpp.node.reaching import Reach
 from linkcpp.planning.records import Plan
 from linkcpp.registry.discovering import hub_node_url
+from linkcpp.registry.edges import NODE_REVOKED
 from tests.cluster.peers import TOKEN, Peer, node_record, served
 from tests.launch.plans import layers_plan
 
@@ -62,6 +63,17 @@ async def test_who_calls_itself_another_node_than_it_has_proved_to_be_is_told() 
     async with served(liar) as url:
         with pytest.raises(NodeMissingError, match=f"says that it is {ATTIC}"):
             await find(plan_with(url), Ways({}))
+
+
+async def test_a_node_that_was_revoked_is_told_as_that_and_not_as_coming_back_by_itself() -> None:
+    class Refusing(Ways):
+        async def open(self, url: str, *, timeout_seconds: float = 10.0) -> NodeClient:
+            raise NodeUnreachableError("The node attic was revoked.", code=NODE_REVOKED)
+
+    with pytest.raises(StepRefusedError, match="was revoked") as refused:
+        await find(plan_with(hub_node_url(HUB, ATTIC)), Refusing({}))
+    # A missing node is one that takes part as soon as it is there.
+    assert not isinstance(refused.value, NodeMissingError)
 
 
 async def test_a_node_that_proves_itself_is_found_at_the_hub_and_others_there_are_not_asked() -> (
