@@ -3,13 +3,13 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, NoReturn
 from urllib.parse import urlsplit
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -139,6 +139,8 @@ async def _watch(search: _Search, remarks: list[str], *, as_json: bool) -> None:
             print(json.dumps(found.model_dump(mode="json")), flush=True)
             await asyncio.sleep(_PAUSE_SECONDS)
     out = console(_TABLE_COLUMNS)
+    if not out.is_terminal:
+        await _follow(search, remarks, out)
     shown: RenderableType = Text("Looking for nodes…")
     try:
         with Live(shown, console=out, auto_refresh=False, screen=True) as live:
@@ -150,8 +152,41 @@ async def _watch(search: _Search, remarks: list[str], *, as_json: bool) -> None:
                 await asyncio.sleep(_PAUSE_SECONDS)
     finally:
         # The screen that was there before is back: what was seen last stays on it.
-        if out.is_terminal:
-            out.print(shown)
+        out.print(shown)
+
+
+async def _follow(search: _Search, remarks: list[str], out: Console) -> NoReturn:
+    """Write a line for each change, for a file or a pipe, where no screen can be renewed."""
+    seen: dict[str, str] | None = None
+    while True:
+        found = await search.again()
+        now = {_key(node): state_line(node) for node in found.nodes}
+        now |= {note: note for note in (*remarks, *found.notes)}
+        lines = changed_lines(seen or {}, now)
+        if seen is None and not found.nodes:
+            lines = ["No nodes found yet.", *lines]
+        for line in lines:
+            out.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True)
+        out.file.flush()
+        seen = now
+        await asyncio.sleep(_PAUSE_SECONDS)
+
+
+def _key(node: DiscoveredNode) -> str:
+    return node.record.node_id if node.record else " ".join((node.name, *node.urls))
+
+
+def changed_lines(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Tell what is new, different or gone, from what was said of each node. Pure."""
+    told = [line for key, line in now.items() if before.get(key) != line]
+    gone = [line for key, line in before.items() if key not in now]
+    return [*told, *(f"no longer: {line}" for line in gone)]
+
+
+def state_line(node: DiscoveredNode) -> str:
+    """Say of a node who and where it is, and how: what a change of is worth a line."""
+    reason = f": {node.reason}" if node.reason else ""
+    return f"{node.name} at {_address(node)} {_status(node).plain}{reason}"
 
 
 def _engine() -> tuple[Engine | None, list[str]]:

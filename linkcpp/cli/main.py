@@ -36,6 +36,7 @@ _NO_CHOICE = re.compile(r": (?P<word>[^,]+) is not one of (?P<choices>.+)$")
 # A verb's module is imported only when it is used: `linkcpp status` need not load the solver.
 VERBS = (
     "doctor",
+    "config",
     "engine",
     "token",
     "node",
@@ -81,6 +82,9 @@ class _Verbs(TyperGroup):
             + "`linkcpp --help` lists the verbs.",
         )
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_type_of_flags(super().get_params(ctx))
+
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
 
@@ -90,7 +94,22 @@ class _Verbs(TyperGroup):
         module = importlib.import_module(f"linkcpp.cli.{cmd_name}")
         command = typer.main.get_command(module.app)
         command.name = cmd_name
+        _tidy_help(command, ctx)
         return command
+
+
+def _tidy_help(command: Any, ctx: Any) -> None:
+    """Let no flag of a verb, and of the verbs below it, look as if it took a value."""
+    _without_type_of_flags(command.get_params(ctx))
+    for below in getattr(command, "commands", {}).values():
+        _tidy_help(below, ctx)
+
+
+def _without_type_of_flags(params: list[Any]) -> list[Any]:
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""  # Typer would show `--json <bool>`
+    return params
 
 
 app = typer.Typer(

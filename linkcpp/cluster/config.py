@@ -10,6 +10,7 @@
 """
 
 import ipaddress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
 from linkcpp.common.settings import config_path, read_settings
+from linkcpp.common.text import did_you_mean
 from linkcpp.common.units import parse_bytes
 
 DEFAULT_AGENT_PORT = 8716
@@ -45,28 +47,111 @@ def _read_urls(value: Any) -> Any:
 class Config(Record):
     """The settings; each has a default, so the file need not exist."""
 
-    name: str | None = None
-    nodes: Annotated[tuple[str, ...], BeforeValidator(_read_urls)] = ()
-    engine: Path | None = None
-    memory_limit_bytes: Annotated[
-        int | None, BeforeValidator(_read_size), Field(alias="memory_limit", gt=0, lt=2**63)
+    name: Annotated[
+        str | None, Field(description="The name that other machines see; by default the host name.")
     ] = None
-    mdns: bool = True
+    nodes: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_read_urls),
+        Field(description="Addresses of nodes that mDNS does not reach."),
+    ] = ()
+    engine: Annotated[
+        Path | None,
+        Field(
+            description="Folder of the llama.cpp programs to use; by default the first that work."
+        ),
+    ] = None
+    memory_limit_bytes: Annotated[
+        int | None,
+        BeforeValidator(_read_size),
+        Field(
+            alias="memory_limit",
+            gt=0,
+            lt=2**63,
+            description="The most memory that this machine gives, such as 6GB; by default all.",
+        ),
+    ] = None
+    mdns: Annotated[
+        bool,
+        Field(description="Whether to find nodes on the local network, and to be found there."),
+    ] = True
+
+
+class Setting(Record):
+    """One key of the settings: what the file says, if it does, and what the key is for.
+
+    ``value`` is ``None`` where the file omits the key; ``default`` is ``None`` where ``meaning``
+    says what holds then. ``problem`` is a clause on what is wrong with the key or its value; of a
+    key that does not exist, ``meaning`` asks whether a similar one was meant.
+    """
+
+    key: str
+    value: Any = None
+    default: Any = None
+    meaning: str
+    problem: str | None = None
+
+
+def explain_settings(written: Mapping[str, Any]) -> tuple[Setting, ...]:
+    """Return each key there is, in order, then those of ``written`` that do not exist. Pure."""
+    problems = _problems(written)
+    known = {field.alias or name: field for name, field in Config.model_fields.items()}
+    settings = [
+        Setting(
+            key=key,
+            value=written.get(key),
+            default=field.default or None,
+            meaning=field.description or "",
+            problem=problems.pop(key, None),
+        )
+        for key, field in known.items()
+    ]
+    unknown = (
+        Setting(
+            key=key,
+            value=written.get(key),
+            meaning=did_you_mean(key, known).rstrip(),
+            problem=problem,
+        )
+        for key, problem in problems.items()
+    )
+    return (*settings, *unknown)
 
 
 def load_config() -> Config:
     """Read the settings, or the defaults where there is no file.
 
     Raises:
-        LinkcppError: the file is no TOML, or has a key or value that is not known.
+        LinkcppError: the file is not TOML, or has a key or value that is not known.
     """
+    written = read_settings()
+    check_settings(explain_settings(written))
+    return Config.model_validate(written)
+
+
+def check_settings(settings: Iterable[Setting]) -> None:
+    """See that nothing is wrong with the settings.
+
+    Raises:
+        LinkcppError: the file has a key or value that is not known.
+    """
+    wrong = [each for each in settings if each.problem]
+    if not wrong:
+        return
+    meant = next((each.meaning for each in wrong if each.meaning.endswith("?")), "")
+    raise LinkcppError(
+        f"{config_path()}: {'; '.join(each.problem or '' for each in wrong)}.",
+        hint=f"{meant} `linkcpp config` lists the keys and what each is for.".strip(),
+    )
+
+
+def _problems(written: Mapping[str, Any]) -> dict[str, str]:
+    """Say what is wrong, by key."""
     try:
-        return Config.model_validate(read_settings())
+        Config.model_validate(written)
     except ValidationError as error:
-        raise LinkcppError(
-            f"{config_path()}: {'; '.join(_explain(problem) for problem in error.errors())}.",
-            hint="The keys are name, nodes, engine, memory_limit and mdns.",
-        ) from None
+        return {str(each["loc"][0]): _explain(each) for each in reversed(error.errors())}
+    return {}
 
 
 def _explain(problem: Any) -> str:

@@ -6,10 +6,13 @@ import pty
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.panel import Panel
@@ -17,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from linkcpp.__main__ import main
+from linkcpp.cli.main import app
 from linkcpp.cli.output import ProgressLines, console, status_console
 from linkcpp.cli.verify_report import verification_view
 from linkcpp.cluster.token import create_token
@@ -432,3 +436,20 @@ def _copied_setup(folder: Path) -> Path:
     program.parent.mkdir()
     shutil.copy(Path(__file__).parents[2] / "bin" / "setup", program)
     return program
+
+
+def commands_below(command: Any, context: Any) -> Iterator[tuple[str, str]]:
+    """Yield each verb with its help."""
+    yield context.command_path, command.get_help(context)
+    for name in command.list_commands(context) if hasattr(command, "list_commands") else ():
+        below = command.get_command(context, name)
+        yield from commands_below(below, type(context)(below, info_name=name, parent=context))
+
+
+def test_no_flag_looks_as_if_it_took_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    root = typer.main.get_command(app)
+    shown = {}
+    for name, returned in commands_below(root, root.make_context("linkcpp", ["status"])):
+        shown[name] = returned + capsys.readouterr().out
+    assert "--json" in shown["linkcpp hub token create"]
+    assert [name for name, text in shown.items() if "bool" in text] == []
