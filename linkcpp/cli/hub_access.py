@@ -18,6 +18,7 @@ from linkcpp.common.alone import held_alone
 from linkcpp.common.errors import LinkcppError, NotNowError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import data_folder, expand_home
+from linkcpp.common.text import shell_command
 from linkcpp.hub.identity import load_hub_identity
 from linkcpp.registry.client import HubClient, joined_client
 from linkcpp.registry.connection import HubConnection, HubError
@@ -105,19 +106,21 @@ def _client(data: Path | None, hub_url: str | None) -> HubClient:
     if hub_url is not None:
         return joined_client(hub_url)
     folder = data_folder_of(data)
+    command = shell_command("linkcpp", "hub", "--data", folder)
     identity = load_hub_identity(folder)
     try:
         url = _address_path(folder).read_text().strip()
     except OSError:
         raise LinkcppError(
-            f"The hub of {folder} never ran.", hint=f"`linkcpp hub --data {folder}` runs it."
+            f"The hub of {folder} never ran.",
+            hint=f"`{command}` runs it.",
         ) from None
 
     async def sign(_: HubConnection, health: HubHealth) -> NodeToken:
         if health.hub_id != identity.hub_id:
             raise HubError(
                 f"Another hub than that of {folder} answers at {url}.",
-                hint=f"See that `linkcpp hub --data {folder}` runs.",
+                hint=f"See that `{command}` runs.",
                 code="other_hub",
             )
         return identity.issue(

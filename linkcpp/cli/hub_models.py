@@ -1,6 +1,5 @@
 """``linkcpp hub models``: the models whose weights a hub gives to its machines."""
 
-import shlex
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import expand_home
-from linkcpp.common.text import did_you_mean, printable
+from linkcpp.common.text import did_you_mean, printable, shell_command
 from linkcpp.common.units import format_bytes
 from linkcpp.hub.identity import is_hub_folder
 from linkcpp.hub.problems import HubProblem
@@ -73,7 +72,7 @@ def add(
         status_console().print("The same command goes on from here.")
         raise
     if is_new:
-        command = f"linkcpp hub --data {shlex.quote(str(folder))}"
+        command = shell_command("linkcpp", "hub", "--data", folder)
         status_console().print(
             f"{folder} is a hub's data folder now: `{command}` serves it.", soft_wrap=True
         )

@@ -14,6 +14,7 @@ from linkcpp.cluster.config import node_url
 from linkcpp.common.logs import log_as_json
 from linkcpp.common.serving import BoundedHttpProtocol
 from linkcpp.common.sockets import listen
+from linkcpp.common.text import shell_command
 from linkcpp.hub.app import create_app
 from linkcpp.hub.own_gateway import own_gateway
 from linkcpp.hub.service import open_hub
@@ -74,6 +75,7 @@ def _announce(url: str, folder: Path, token_file: Path | None, *, with_gateway: 
             "needed",
             soft_wrap=True,
         )
-    data = f" --data {folder}" if folder != data_folder_of(None) else ""
-    out.print(f"  linkcpp hub token create{data}    lets a machine in", soft_wrap=True)
+    data = ("--data", folder) if folder != data_folder_of(None) else ()
+    command = shell_command("linkcpp", "hub", "token", "create", *data)
+    out.print(f"  {command}    lets a machine in", soft_wrap=True)
     out.print("  Ctrl-C stops it.")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import users_mode, write_atomically
+from linkcpp.common.text import shell_command
 from linkcpp.model.header import MAGIC
 from linkcpp.planning.documents import MOST_PLAN_BYTES, parse_plan, plan_text
 from linkcpp.planning.records import Plan
@@ -71,9 +72,10 @@ def read_document(path: Path, kind: str) -> bytes:
             hint=f"Name a file that exists and holds a {kind}.",
         ) from error
     if content.startswith(MAGIC):
+        command = shell_command("linkcpp", "plan", "--model", path, "-o", "plan.json")
         raise LinkcppError(
             f"{path} is a model, not a {kind}.",
-            hint=f"Make a plan for it first: linkcpp plan --model {path} -o plan.json",
+            hint=f"Make a plan for it first: {command}",
         )
     if len(content) > MOST_PLAN_BYTES:
         raise LinkcppError(f"{path} is too large for a {kind}.", hint="Is it another file?")

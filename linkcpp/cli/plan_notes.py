@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from linkcpp.cluster.records import Cluster
+from linkcpp.common.text import shell_command
 from linkcpp.common.units import format_bytes
 from linkcpp.planning.assumed import ASSUMED
 from linkcpp.planning.offers import is_usable
@@ -76,6 +77,7 @@ def alone_note(plan: Plan, cluster: Cluster) -> str | None:
 def next_step(plan: Plan, cluster: Cluster, output: Path) -> str:
     """Say where the plan is and how it is started, if it can be."""
     written = f"Written to {output}."
+    command = shell_command("linkcpp", "launch", output)
     assumed = {
         node.record.node_id for node in cluster.nodes if node.record and node.found_by == ASSUMED
     }
@@ -85,8 +87,8 @@ def next_step(plan: Plan, cluster: Cluster, output: Path) -> str:
         return f"{written} Some of its machines are only assumed: plan again when they are there."
     has_file = plan.model.digest is not None and Path(plan.model.source).is_file()
     if has_file or (plan.model.digest is not None and plan.mode is PlanMode.EXPERTS):
-        return f"{written} Start it: linkcpp launch {output}"
+        return f"{written} Start it: {command}"
     return (
         f"{written} It is for {plan.model.source}, which is no file here: launch it with the "
-        f"model's file: linkcpp launch {output} --model FILE.gguf"
+        f"model's file: {command} --model FILE.gguf"
     )

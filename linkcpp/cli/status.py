@@ -1,7 +1,6 @@
 """``linkcpp status``: what runs, where, and how well."""
 
 import asyncio
-import shlex
 import time
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +17,7 @@ from linkcpp.cli.status_experts import experts_view
 from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.text import shell_command
 from linkcpp.common.units import format_bytes
 from linkcpp.launch.api import ApiClient
 from linkcpp.launch.experts.counts import routing_counts_of
@@ -96,9 +96,10 @@ def _write_counts(folder: DeploymentFolder, path: Path, *, as_json: bool) -> Non
         print_json(counts)
         return
     pairs = sum(sum(experts.values()) for experts in counts.layers.values())
+    command = shell_command("linkcpp", "plan", "--mode", "experts", "--hot", path)
     text = (
         f"{path} tells of {pairs:,} choices of experts in {len(counts.layers)} layers. Place the "
-        f"often chosen ones nearby with: linkcpp plan --mode experts --hot {shlex.quote(str(path))}"
+        f"often chosen ones nearby with: {command}"
     )
     console().print(text, soft_wrap=True)
 

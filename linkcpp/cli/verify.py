@@ -13,6 +13,7 @@ from linkcpp.cli.plan_files import load_plan
 from linkcpp.cli.verb import verb
 from linkcpp.cli.verify_report import verification_view
 from linkcpp.launch.folder import DeploymentFolder, existing_deployment
+from linkcpp.planning.records import PlanMode
 from linkcpp.verify.prompts import load_prompts
 from linkcpp.verify.records import VerifyOptions, VerifyReport
 from linkcpp.verify.run import deployment_of_plan
@@ -68,7 +69,7 @@ def _run(folder: DeploymentFolder, options: VerifyOptions) -> VerifyReport:
     screen = status_console()
     if not screen.is_terminal:
         lines = ProgressLines(screen)
-        lines.say(_what_will_be_done(folder.name, options))
+        lines.say(_what_will_be_done(folder.name, folder.read_plan().mode, options))
         return asyncio.run(run_verification(folder, options, lines.tell))
     with Progress(
         SpinnerColumn(finished_text=Text("✓", "green")),
@@ -87,9 +88,12 @@ def _run(folder: DeploymentFolder, options: VerifyOptions) -> VerifyReport:
         return asyncio.run(run_verification(folder, options, tell))
 
 
-def _what_will_be_done(name: str, options: VerifyOptions) -> str:
+def _what_will_be_done(name: str, mode: PlanMode, options: VerifyOptions) -> str:
     prompts, tokens = len(options.prompts), options.token_count
-    return (
+    text = (
         f"verifying {name}: {prompts} {'prompt' if prompts == 1 else 'prompts'} with {tokens} "
-        f"tokens after each, then {options.expert_count} experts of each layer of every worker"
+        "tokens after each"
     )
+    if mode is not PlanMode.EXPERTS:
+        return text
+    return f"{text}, then {options.expert_count} experts of each layer of every worker"

@@ -18,6 +18,7 @@ from linkcpp.cluster.once import write_once
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import config_folder
+from linkcpp.common.text import shell_command
 
 TOKEN_FILE_VARIABLE = "LINKCPP_TOKEN_FILE"  # noqa: S105 - the name of a variable, no secret
 
@@ -75,7 +76,7 @@ def find_token() -> str | None:
     if os.name == "posix" and mode & _OPEN_TO_OTHERS:
         raise LinkcppError(
             f"The token file {path} may be used by other users (mode {mode:04o}).",
-            hint=f"`chmod 600 {path}`; if somebody may have read it already, "
+            hint=f"`{shell_command('chmod', '600', path)}`; if somebody may have read it already, "
             "`linkcpp token create --replace`.",
         )
     return parse_token(content.decode("ascii", errors="replace"))

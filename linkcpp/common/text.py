@@ -1,7 +1,9 @@
 """Text from outside (file names, headers, other machines), made fit for a terminal."""
 
 import difflib
+import shlex
 from collections.abc import Iterable
+from pathlib import Path
 
 LONGEST_NAME = 64
 
@@ -10,6 +12,11 @@ def did_you_mean(word: str, known: Iterable[str], *, form: str = "{}") -> str:
     """Ask ``Did you mean …? `` for the nearest known word, in a form; empty where none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"Did you mean {form.format(near[0])}? " if near else ""
+
+
+def shell_command(*words: str | Path) -> str:
+    """Write a command so that it can be copied into a shell, whatever its paths have in them."""
+    return shlex.join(str(word) for word in words)
 
 
 def printable(text: str, limit: int = LONGEST_NAME) -> str:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from linkcpp.common.closing import Closing
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.text import shell_command
 
 # Small enough to stay in a core's cache between reading, hashing and writing.
 PIECE_BYTES = 256 * 2**10
@@ -164,7 +165,7 @@ def _open_error(path: Path, error: OSError) -> LinkcppError:
     if isinstance(error, PermissionError):
         return LinkcppError(
             f"{path} may not be read by this user.",
-            hint=f"Give yourself the right to read it: chmod u+r {path}",
+            hint=f"Give yourself the right to read it: {shell_command('chmod', 'u+r', path)}",
         )
     if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return LinkcppError(f"{path} is no usable path: {error.strerror}.")

@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.text import shell_command
 
 SECRET_MODE = 0o600
 
@@ -30,6 +31,6 @@ def read_secret(path: Path, what: str) -> str:
     if os.name == "posix" and mode & _OPEN_TO_OTHERS:
         raise LinkcppError(
             f"{path}, which holds {what}, may be used by other users (mode {mode:04o}).",
-            hint=f"`chmod 600 {path}`.",
+            hint=f"`{shell_command('chmod', '600', path)}`.",
         )
     return content.decode("utf-8", errors="replace")

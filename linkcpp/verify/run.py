@@ -102,6 +102,11 @@ class _Verification:
         workers = await self._check_rows()
         verdict = verdict_of(text, workers)
         if verdict is None:
+            if self._plan.mode is not PlanMode.EXPERTS:
+                raise LinkcppError(
+                    "Nothing can be compared: this machine does not have the whole model.",
+                    hint="Name its GGUF with --model.",
+                )
             raise LinkcppError(
                 "Nothing can be compared: this machine has no whole model, and no expert has two "
                 "workers.",

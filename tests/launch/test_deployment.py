@@ -14,7 +14,7 @@ from linkcpp.common.errors import EXIT_NOT_NOW
 from linkcpp.common.files import users_mode
 from tests.launch.swarm import Swarm, one_process, tokens, wait_until
 from tests.support.engines import prebuilt_engine
-from tests.support.models import in_hub_cache, llama_parts, smollm2_path
+from tests.support.models import in_hub_cache, llama_parts, smollm2_path, without_text
 
 NAME = "smol"
 
@@ -171,6 +171,23 @@ def test_a_plan_for_one_machine_needs_neither_nodes_nor_a_token(
     assert swarm.status("alone")["state"]["tokens_per_second"] is None
     assert tokens(state["api_url"]) == reference
     swarm.run("stop", "alone")
+
+
+def test_a_model_whose_first_tokens_are_no_text_is_served_and_verify_says_nothing_of_experts(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    model, plan = without_text(folder), folder / "p.json"
+    words = ("--model", str(model), "--mode", "single", "--context", "256", "--no-mdns")
+    told = swarm.run("plan", *words, "-o", str(plan))
+    assert f"Start it: linkcpp launch '{plan}'" in told.stdout + told.stderr
+    swarm.run("launch", str(plan), "--name", "bytes", "--port", "0")
+    model.rename(folder / "away.gguf")
+    refused = swarm.run("verify", "bytes", code=2)
+    swarm.run("stop", "bytes")
+    assert "verifying bytes" in refused.stderr
+    assert "expert" not in refused.stderr
 
 
 def test_a_split_model_is_served_from_a_cache_of_links(swarm: Swarm, tmp_path: Path) -> None:

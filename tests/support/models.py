@@ -5,6 +5,8 @@ import functools
 import importlib.util
 import os
 import shutil
+import string
+import struct
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 
+from linkcpp.engine.tiny_model import tiny_model
 from linkcpp.model.moeify import moeify
 from tests.support.tiny_model import MXFP4, Q4_K, Q6_K, Q8_0, TinyModel
 
@@ -85,6 +88,17 @@ def in_hub_cache(parts: Iterable[Path], folder: Path) -> list[Path]:
         links.append(snapshot / part.name)
         links[-1].symlink_to(Path("..", "..", "blobs", blob.name))
     return links
+
+
+def without_text(folder: Path) -> Path:
+    """A model whose letters are bytes that no UTF-8 text has; it says little else."""
+    content = tiny_model().read_bytes()
+    for number, letter in enumerate([*string.ascii_letters, *string.digits, *",.!?"]):
+        length = struct.pack("<Q", 1)
+        content = content.replace(length + letter.encode(), length + bytes([0x80 + number]), 1)
+    path = folder / "without-text.gguf"
+    path.write_bytes(content)
+    return path
 
 
 QWEN35_HIDDEN = 256
