@@ -20,6 +20,9 @@ WORKER_SCRATCH_BYTES = 64 * 2**20
 # The worker's program and its frames, in the system's memory whatever the device is: 70 to 90 MiB
 # and three frames of 32 MiB at most.
 WORKER_PROGRAM_BYTES = 192 * 2**20
+# The rpc-server of the coordinator's own experts, which no worker's program stands before, and its
+# keeper: 5 to 30 MiB were measured; the rest is for what grows with requests.
+OWN_SERVER_BYTES = 64 * 2**20
 # What a slice takes on its node's disk besides its experts: its header and its manifest's records.
 SLICE_EXTRA_BYTES = 256 * 2**10
 # The virtual device's program and its backing rpc-server, on the coordinator.
@@ -186,7 +189,9 @@ def _holders(
             continue
         elif offer.is_cpu:
             taken = WORKER_PROGRAM_BYTES * card_count[offer.node_id]
-        worker = WORKER_SCRATCH_BYTES + (WORKER_PROGRAM_BYTES if offer.is_cpu else 0)
+        is_here = offer.node_id == backbone.offer.node_id
+        program = OWN_SERVER_BYTES if is_here else WORKER_PROGRAM_BYTES
+        worker = WORKER_SCRATCH_BYTES + (program if offer.is_cpu else 0)
         room = offer.budget_bytes - taken - worker
         if offer.slice_bytes is not None:
             left = disk_left.get(offer.node_id, offer.slice_bytes)

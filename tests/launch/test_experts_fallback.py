@@ -6,12 +6,12 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.experts.events import FallbackChosen, apply_to_experts
 from linkcpp.launch.experts.fallback import FallbackRoom, fallback_room, free_bytes
 from linkcpp.launch.experts.records import ExpertsState
-from linkcpp.planning.backbone import WORKER_PROGRAM_BYTES, WORKER_SCRATCH_BYTES
+from linkcpp.planning.backbone import OWN_SERVER_BYTES, WORKER_SCRATCH_BYTES
 from linkcpp.planning.records import Plan
 from tests.launch.plans import MEGABYTE, layers_plan
 
 EXPERT_BYTES = 20 * MEGABYTE
-WORKER_BYTES = WORKER_PROGRAM_BYTES + WORKER_SCRATCH_BYTES
+WORKER_BYTES = OWN_SERVER_BYTES + WORKER_SCRATCH_BYTES
 
 
 def plan_with(left_bytes: int) -> Plan:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
-from linkcpp.planning.backbone import WORKER_PROGRAM_BYTES, WORKER_SCRATCH_BYTES
+from linkcpp.planning.backbone import OWN_SERVER_BYTES, WORKER_SCRATCH_BYTES
 from linkcpp.planning.records import Plan
 
 
@@ -20,10 +20,10 @@ class FallbackRoom(NamedTuple):
 
 
 def free_bytes(plan: Plan) -> int:
-    """What a plan leaves of the coordinator's RAM, without its reserve and a worker's program."""
+    """What a plan leaves of the coordinator's RAM, without its reserve and another rpc-server."""
     memory = plan.coordinator_memory
     left = memory.available_bytes - memory.reserve_bytes - memory.used_bytes
-    return max(0, left - WORKER_SCRATCH_BYTES - WORKER_PROGRAM_BYTES)
+    return max(0, left - WORKER_SCRATCH_BYTES - OWN_SERVER_BYTES)
 
 
 def fallback_room(
