@@ -7,7 +7,7 @@ read until it does.
 
 import asyncio
 from enum import Enum, auto
-from typing import Final
+from typing import Final, Protocol
 
 from linkcpp.common.sockets import tune_transport
 from linkcpp.gateway.frames import (
@@ -21,13 +21,13 @@ from linkcpp.gateway.frames import (
     short_frame,
 )
 from linkcpp.gateway.liveness import Liveness
-from linkcpp.gateway.switchboard import Switchboard
 from linkcpp.registry.relay import (
     FIN,
     HELLO_DEADLINE_SECONDS,
     LONGEST_HELLO_BYTES,
     PAIRED,
     PAIRING_SECONDS,
+    Hello,
     RelayCloseCode,
     decode_hello,
 )
@@ -45,6 +45,26 @@ _BINARY: Final = int(Opcode.BINARY)
 _CONTINUATION: Final = int(Opcode.CONTINUATION)
 _PAIRED_FRAME: Final = short_frame(Opcode.BINARY, PAIRED)
 _FIN_FRAME: Final = short_frame(Opcode.TEXT, FIN.encode())
+
+
+class Switchboard(Protocol):
+    """The relay, as one of its connections sees it."""
+
+    @property
+    def buffer(self) -> memoryview:
+        """Where reads go, behind ``LONGEST_REST_BYTES`` of room; the same for all connections."""
+
+    def said_hello(self, connection: "RelayConnection", hello: Hello) -> None:
+        """Take a side that told who it is."""
+
+    def ended(self, connection: "RelayConnection", code: int, reason: str) -> None:
+        """Hear that a connection takes part no more; ``code`` is for its partner."""
+
+    def closes(self, code: int) -> None:
+        """Hear that a connection is closed from here."""
+
+    def lost(self, connection: "RelayConnection") -> None:
+        """Hear that a connection's socket is closed."""
 
 
 class _Phase(Enum):

@@ -6,9 +6,9 @@ from typing import Final
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.architecture import Architecture
+from linkcpp.model.expert_tensors import LARGEST_EXPERT_COUNT, is_expert_weight
 from linkcpp.model.header import TensorInfo, Value
 from linkcpp.model.roles import layer_and_part
-from linkcpp.model.slices.tensors import LARGEST_EXPERT_COUNT, is_expert_weight
 
 # As llama.cpp names them. The name becomes part of keys, and of what people and programs read.
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.model.expert_tensors import expert_name
 from linkcpp.model.slices.encoding import padded
 from linkcpp.model.slices.manifest import FileKind, Manifest, listed_slabs
 from linkcpp.model.slices.segments import Segment, merge_segments
-from linkcpp.model.slices.tensors import expert_name
 from linkcpp.node.records import SliceId
 
 _LARGEST_FILE_BYTES = 2**50

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.model.expert_tensors import ExpertTensor
 from linkcpp.model.slices.segments import Segment
-from linkcpp.model.slices.tensors import ExpertTensor
 from linkcpp.worker.slabs import SlabProvider, experts_by_layer
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from linkcpp.model.expert_tensors import ExpertTensor
 from linkcpp.model.slices.segments import Segment
 from linkcpp.model.slices.slabs import ExpertSlabs
-from linkcpp.model.slices.tensors import ExpertTensor
 
 # Per-expert scales stay with the backbone: they are tiny, and its graph expands them itself.
 _EXPERT_TENSOR = re.compile(r"blk\.(\d{1,6})\.(ffn_(?:gate|up|down|gate_up)_exps\.(?:weight|bias))")

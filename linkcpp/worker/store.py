@@ -13,7 +13,7 @@ from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.rpc_socket import RpcSocket
 from linkcpp.engine.wire import TENSOR_BYTES, Command
 from linkcpp.engine.wire_tensor import empty_tensors
-from linkcpp.model.slices.tensors import ExpertTensor
+from linkcpp.model.expert_tensors import ExpertTensor
 from linkcpp.worker.chain import WeightShape
 from linkcpp.worker.frames import ErrorCode, FrameError, Numbers
 from linkcpp.worker.plan import Weight

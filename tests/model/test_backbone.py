@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.records import EngineLocation
+from linkcpp.model.expert_tensors import is_expert_weight
 from linkcpp.model.inventory import read_inventory
 from linkcpp.model.parts import open_model
 from linkcpp.model.slices.target import Target
-from linkcpp.model.slices.tensors import is_expert_weight
 from linkcpp.model.slices.verifying import DamagedError, checked_manifest, verify_file
 from linkcpp.model.slices.writing import (
     WrittenFile,

@@ -1,5 +1,5 @@
 """Slices of a model: the bytes of chosen experts in one file, or all but the experts' bytes.
 
-``segments``, ``tensors`` and ``layout`` are pure; ``copying``, ``journal`` and ``writing`` do I/O.
+``segments`` and ``layout`` are pure; ``copying``, ``journal`` and ``writing`` do I/O.
 The formats are in ``docs/slices.md``.
 """

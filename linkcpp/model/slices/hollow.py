@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from linkcpp.model.expert_tensors import is_expert_weight
 from linkcpp.model.parts import ModelFiles
-from linkcpp.model.slices.tensors import is_expert_weight
 
 _SAMPLE_BYTES = 4096
 

@@ -6,12 +6,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.model.ggml_types import TYPES_BY_NAME
-from linkcpp.model.header import LONGEST_KEPT_ARRAY, Header, Value
-from linkcpp.model.parts import ModelFiles
-from linkcpp.model.slices.encoding import NewTensor, Pair, encode_header, padded
-from linkcpp.model.slices.segments import INDEX_END, Range, Segment, count_experts, ranges_by_layer
-from linkcpp.model.slices.tensors import (
+from linkcpp.model.expert_tensors import (
     LARGEST_EXPERT_COUNT,
     ExpertTensor,
     PlacedTensor,
@@ -20,6 +15,11 @@ from linkcpp.model.slices.tensors import (
     find_expert_tensors,
     is_expert_weight,
 )
+from linkcpp.model.ggml_types import TYPES_BY_NAME
+from linkcpp.model.header import LONGEST_KEPT_ARRAY, Header, Value
+from linkcpp.model.parts import ModelFiles
+from linkcpp.model.slices.encoding import NewTensor, Pair, encode_header, padded
+from linkcpp.model.slices.segments import INDEX_END, Range, Segment, count_experts, ranges_by_layer
 
 SLICE_TYPE: Final = "slice"
 SLICE_VERSION: Final = 1

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import WireRecord
+from linkcpp.model.expert_tensors import counts_by_layer, expert_name, find_expert_tensors
 from linkcpp.model.parts import MAXIMUM_PARTS, ModelFiles
 from linkcpp.model.slices.layout import CopyJob, CopyUnit, SlicePlan, plan_backbone, plan_slice
 from linkcpp.model.slices.manifest import (
@@ -24,7 +25,6 @@ from linkcpp.model.slices.manifest import (
     piece_spans,
 )
 from linkcpp.model.slices.segments import Segment, count_experts
-from linkcpp.model.slices.tensors import counts_by_layer, expert_name, find_expert_tensors
 
 SLICE_NAME: Final = "slice.gguf"
 

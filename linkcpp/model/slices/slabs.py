@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from linkcpp.common.closing import Closing
 from linkcpp.common.errors import LinkcppError
+from linkcpp.model.expert_tensors import ExpertTensor, find_expert_tensors
 from linkcpp.model.parts import open_model
 from linkcpp.model.slices.layout import SlicedTensor, hidden_size, read_slice
 from linkcpp.model.slices.segments import (
@@ -15,7 +16,6 @@ from linkcpp.model.slices.segments import (
     ranges_by_layer,
     write_ranges,
 )
-from linkcpp.model.slices.tensors import ExpertTensor, find_expert_tensors
 
 
 class _Place(NamedTuple):

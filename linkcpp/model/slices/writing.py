@@ -11,6 +11,7 @@ from linkcpp.common.records import Record
 from linkcpp.common.units import format_bytes
 from linkcpp.model.architecture import Architecture
 from linkcpp.model.checked_header import checked_architecture
+from linkcpp.model.expert_tensors import counts_by_layer, find_expert_tensors
 from linkcpp.model.parts import ModelFiles, open_model
 from linkcpp.model.slices.copying import Copied, copy_units
 from linkcpp.model.slices.hashing import Progress
@@ -27,7 +28,6 @@ from linkcpp.model.slices.manifest import (
 )
 from linkcpp.model.slices.segments import Segment, SegmentRequest, resolve
 from linkcpp.model.slices.target import Target, begin_target, take_name
-from linkcpp.model.slices.tensors import counts_by_layer, find_expert_tensors
 from linkcpp.model.slices.unit_copier import Place, Supply
 from linkcpp.model.source import ByteSource
 

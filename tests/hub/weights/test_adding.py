@@ -20,9 +20,9 @@ from linkcpp.hub.identity import load_hub_identity
 from linkcpp.hub.weights.adding import Addition, add_model, name_for
 from linkcpp.hub.weights.catalogue import Catalogue, Entry, models_folder
 from linkcpp.hub.weights.library import Library
+from linkcpp.model.expert_tensors import is_expert_weight
 from linkcpp.model.parts import open_model
 from linkcpp.model.slices.model_manifest import ModelManifest
-from linkcpp.model.slices.tensors import is_expert_weight
 from linkcpp.model.slices.verifying import verify_file
 from linkcpp.model.slices.writing import open_whole_model, write_backbone
 from tests.hub.weights.serving import SmallHub, add, no_bar
