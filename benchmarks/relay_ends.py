@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from websockets.speedups import apply_mask
 
-from linkcpp.edge.noise import MAX_MESSAGE_BYTES, TAG_BYTES, CipherState
+from linkcpp.link.noise import MAX_MESSAGE_BYTES, TAG_BYTES, CipherState
 
 _READ_BYTES = 2**20
 _MASKED = 0x80

@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from relay_ends import End, masked_frame
 
 from linkcpp.common.sockets import listen
-from linkcpp.edge.noise import KEY_BYTES
 from linkcpp.gateway.relay import Relay, RelayLimits
 from linkcpp.gateway.serving import serve_gateway
+from linkcpp.link.noise import KEY_BYTES
 from linkcpp.registry.edges import EdgeRole
 from linkcpp.registry.relay import RELAY_PATH, Hello, encode_hello
 from linkcpp.registry.tickets import EdgeClaims, HubKey, sign_edge_ticket

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from linkcpp.cluster.records import Health, Link, NodeId, NodeRecord
+from linkcpp.cluster.records import Health, LinkSpeed, NodeId, NodeRecord
 from linkcpp.common.records import Record
 
 
@@ -41,4 +41,4 @@ class Probe(Record):
     health: Health | None = None
     record: NodeRecord | None = None
     base_url: str | None = None
-    link: Link | None = None
+    link: LinkSpeed | None = None

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from linkcpp.cluster.addresses import host_of
 from linkcpp.cluster.candidates import Candidate, Finding, Probe
 from linkcpp.cluster.config import node_url
-from linkcpp.cluster.records import Health, Link, NodeRecord
+from linkcpp.cluster.records import Health, LinkSpeed, NodeRecord
 from linkcpp.cluster.text import printable_json
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
 from linkcpp.common.network_errors import in_words
@@ -86,7 +86,7 @@ async def probe_node(
         health=health,
         record=record,
         base_url=base,
-        link=Link(rtt_ms=rtt_ms, bytes_per_second=None),
+        link=LinkSpeed(rtt_ms=rtt_ms, bytes_per_second=None),
     )
 
 
@@ -97,7 +97,7 @@ def no_answer(candidate: Candidate, detail: str) -> Probe:
 
 async def measure_link(
     http: httpx.AsyncClient, url: str, token: str, *, deadline_seconds: float = LINK_SECONDS
-) -> Link | None:
+) -> LinkSpeed | None:
     """Measure the round trip and the throughput to a node that has proved itself at ``url``.
 
     Returns ``None`` where not even one call comes back in time. The round trip is the best of
@@ -127,7 +127,7 @@ async def measure_link(
                 rate = size / max(took - rtt_ms / 1000, 1e-6)
                 if took > _ECHO_LONG_ENOUGH_SECONDS:
                     break
-    return None if rtt_ms is None else Link(rtt_ms=rtt_ms, bytes_per_second=rate)
+    return None if rtt_ms is None else LinkSpeed(rtt_ms=rtt_ms, bytes_per_second=rate)
 
 
 async def _measure_rtt(http: httpx.AsyncClient, url: str) -> float:

@@ -67,7 +67,7 @@ class NodeRecord(WireRecord):
     server_bytes: ByteCount = 0
 
 
-class Link(WireRecord):
+class LinkSpeed(WireRecord):
     """A measured link to a node: round trip over HTTP and sustained throughput."""
 
     rtt_ms: Rate
@@ -105,7 +105,7 @@ class DiscoveredNode(WireRecord):
     status: NodeStatus
     reason: str | None
     record: NodeRecord | None
-    link: Link | None
+    link: LinkSpeed | None
     is_this_machine: bool = False
 
 

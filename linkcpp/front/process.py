@@ -28,9 +28,9 @@ from linkcpp.common.serving import make_server
 from linkcpp.common.sockets import listen
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.dispatch.metrics import dispatch_metrics
-from linkcpp.front.exchange import Exchange
 from linkcpp.front.gate import Cleaner, Gate, GateShutError
 from linkcpp.front.keys import read_api_keys, shows_key
+from linkcpp.front.proxied_request import ProxiedRequest
 from linkcpp.front.refusals import Refusal, Refusals
 from linkcpp.front.upstream import Upstream
 
@@ -103,8 +103,10 @@ class Front:
         else:
             await self._compute(scope, receive, send)
 
-    def _exchange(self, scope: Scope, receive: Receive, send: Send, *, with_key: bool) -> Exchange:
-        return Exchange(
+    def _exchange(
+        self, scope: Scope, receive: Receive, send: Send, *, with_key: bool
+    ) -> ProxiedRequest:
+        return ProxiedRequest(
             self._upstream, scope, receive, send, with_key=with_key, stopping=self.stopping
         )
 

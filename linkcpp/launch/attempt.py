@@ -162,7 +162,7 @@ class Attempt:
             self._journal.emit(PhaseEntered(Phase.FINDING_NODES))
         found = await find_nodes(
             self._plan,
-            reach=self._surroundings.reach,
+            connector=self._surroundings.connector,
             more_urls=self._request.node_urls,
             discover=self._surroundings.discover_urls,
         )

@@ -10,7 +10,7 @@ from linkcpp.cluster.records import NodeId, NodeRecord
 from linkcpp.launch.decisions import remote_nodes
 from linkcpp.launch.failing import NodeMissingError, StepRefusedError
 from linkcpp.node.client import NodeClient, NodeError, OtherNodeError, WrongTokenError
-from linkcpp.node.reaching import Reach
+from linkcpp.node.connector import NodeConnector
 from linkcpp.planning.records import Plan
 from linkcpp.registry.discovering import parse_hub_node_url
 from linkcpp.registry.edges import NODE_REVOKED
@@ -32,7 +32,7 @@ class FoundNode:
 
 
 async def find_nodes(
-    plan: Plan, *, reach: Reach, more_urls: Iterable[str], discover: Discover
+    plan: Plan, *, connector: NodeConnector, more_urls: Iterable[str], discover: Discover
 ) -> dict[NodeId, FoundNode]:
     """Find every node that holds a stage, whatever its address is now.
 
@@ -46,7 +46,7 @@ async def find_nodes(
     if not wanted:
         return {}
     known = [url for node in wanted for url in plan.node_urls.get(node, ())]
-    search = _Search(wanted, reach)
+    search = _Search(wanted, connector)
     try:
         await search.ask([*known, *more_urls])
         if search.missing:
@@ -60,7 +60,7 @@ async def find_nodes(
 
 
 async def find_node(
-    node_id: NodeId, name: str, *, reach: Reach, urls: Iterable[str], discover: Discover
+    node_id: NodeId, name: str, *, connector: NodeConnector, urls: Iterable[str], discover: Discover
 ) -> FoundNode:
     """Find one node by its id, at the addresses given or else at those that ``discover`` gives.
 
@@ -69,7 +69,7 @@ async def find_node(
     Raises:
         StepRefusedError: it cannot be found, or has another token.
     """
-    search = _Search({node_id: name}, reach)
+    search = _Search({node_id: name}, connector)
     try:
         await search.ask(urls)
         if search.missing:
@@ -87,9 +87,9 @@ class _Search:
     An address at a hub names its node, whom the edge proves: other nodes are not asked.
     """
 
-    def __init__(self, wanted: dict[NodeId, str], reach: Reach) -> None:
+    def __init__(self, wanted: dict[NodeId, str], connector: NodeConnector) -> None:
         self._wanted = wanted
-        self._reach = reach
+        self._connector = connector
         self._asked: set[str] = set()
         self._rejections: list[WrongTokenError] = []
         self._impostors: list[OtherNodeError] = []
@@ -112,7 +112,7 @@ class _Search:
 
     async def _ask(self, url: str) -> None:
         try:
-            client = await self._reach.open(url, timeout_seconds=CALL_SECONDS)
+            client = await self._connector.open(url, timeout_seconds=CALL_SECONDS)
         except WrongTokenError as error:
             self._rejections.append(error)
             return

@@ -11,7 +11,7 @@ from linkcpp.launch.experts.records import WorkerState
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.records import StageState
 from linkcpp.node.client import NodeClient, NodeRefusedError
-from linkcpp.node.reaching import Reach
+from linkcpp.node.connector import NodeConnector
 
 FOLLOW_SECONDS = 0.5
 NODE_SECONDS = 5.0
@@ -89,8 +89,8 @@ async def remote_tail(program: Remote, lines: int) -> LogPart:
         return LogPart(source, ("(it was not started)",))
     try:
         async with (
-            contextlib.aclosing(Reach()) as reach,
-            await reach.open(program.url, timeout_seconds=NODE_SECONDS) as client,
+            contextlib.aclosing(NodeConnector()) as connector,
+            await connector.open(program.url, timeout_seconds=NODE_SECONDS) as client,
         ):
             text = await _fetch(client, program, lines)
     except NodeRefusedError as error:

@@ -15,7 +15,7 @@ from linkcpp.launch.events import EngineStopped, PhaseEntered, apply
 from linkcpp.launch.experts.records import WorkerState
 from linkcpp.launch.folder import DamagedError, DeploymentFolder
 from linkcpp.launch.records import DeploymentState, Phase
-from linkcpp.node.reaching import Reach
+from linkcpp.node.connector import NodeConnector
 
 # A supervisor gives llama-server ten seconds and each node as many.
 PATIENCE_SECONDS = 45.0
@@ -118,25 +118,25 @@ async def _clean_up(state: DeploymentState) -> None:
         if not await asyncio.to_thread(_within, KILL_SECONDS, lambda: not is_alive(llama_server)):
             _signal(llama_server, signal.SIGKILL)
     workers = state.experts.workers if state.experts else ()
-    async with contextlib.aclosing(Reach()) as reach:
+    async with contextlib.aclosing(NodeConnector()) as connector:
         await asyncio.gather(
-            *(_delete(state, index, reach) for index in range(len(state.stages))),
-            *(_delete_worker(worker, reach) for worker in workers),
+            *(_delete(state, index, connector) for index in range(len(state.stages))),
+            *(_delete_worker(worker, connector) for worker in workers),
         )
 
 
-async def _delete(state: DeploymentState, index: int, reach: Reach) -> None:
+async def _delete(state: DeploymentState, index: int, connector: NodeConnector) -> None:
     stage = state.stages[index]
     if stage.url is None or stage.server_id is None:
         return
     with contextlib.suppress(LinkcppError):
-        async with await reach.open(stage.url, timeout_seconds=NODE_SECONDS) as client:
+        async with await connector.open(stage.url, timeout_seconds=NODE_SECONDS) as client:
             await client.delete(stage.server_id)
 
 
-async def _delete_worker(worker: WorkerState, reach: Reach) -> None:
+async def _delete_worker(worker: WorkerState, connector: NodeConnector) -> None:
     if worker.url is None or worker.worker_id is None:
         return
     with contextlib.suppress(LinkcppError):
-        async with await reach.open(worker.url, timeout_seconds=NODE_SECONDS) as client:
+        async with await connector.open(worker.url, timeout_seconds=NODE_SECONDS) as client:
             await client.delete_worker(worker.worker_id)

@@ -22,7 +22,7 @@ from linkcpp.launch.llamaserver import LlamaServer
 from linkcpp.launch.records import LaunchRequest
 from linkcpp.launch.rendering import llama_server_command
 from linkcpp.model.records import ModelInventory
-from linkcpp.node.reaching import Reach
+from linkcpp.node.connector import NodeConnector
 from linkcpp.planning.documents import check_plan_model
 from linkcpp.planning.offers import is_usable
 from linkcpp.planning.records import Plan, PlanMode, PlanOptions
@@ -41,13 +41,13 @@ class Surroundings:
         self._model_path = request.model_path
         self._hub_inventory: ModelInventory | None = None
         self._hub_files: ExpertFiles | None = None
-        self.reach = Reach()
+        self.connector = NodeConnector()
         self.front = Fronting(folder, request)
 
     async def aclose(self) -> None:
         """End the front, and close the edges to nodes of hubs."""
         await self.front.aclose()
-        await self.reach.aclose()
+        await self.connector.aclose()
 
     async def check_model(self, plan: Plan) -> None:
         """Hold the model file against the plan.

@@ -16,12 +16,12 @@ from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import data_folder, state_folder
 from linkcpp.common.serving import make_server
-from linkcpp.edge.acceptor import EdgeAcceptor
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.fingerprint import read_devices
 from linkcpp.engine.probe import EngineProblemFound
 from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
 from linkcpp.engine.rpc_server import start_rpc_server
+from linkcpp.link.acceptor import EdgeAcceptor
 from linkcpp.node.access import AgentTokens
 from linkcpp.node.app import create_app
 from linkcpp.node.connection import PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS

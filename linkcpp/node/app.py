@@ -18,9 +18,9 @@ from linkcpp.common.api_errors import add_error_answers
 from linkcpp.common.metrics import METRICS_PATH, metrics_response
 from linkcpp.common.records import ErrorBody
 from linkcpp.common.request_log import RequestLog
-from linkcpp.edge.acceptor import EdgeAcceptor
-from linkcpp.edge.carrier import AcceptedCarrier
 from linkcpp.engine.pieces import PIECE_BYTES
+from linkcpp.link.acceptor import EdgeAcceptor
+from linkcpp.link.transport import AcceptedTransport
 from linkcpp.node.access import AccessControl, AgentTokens, is_routine
 from linkcpp.node.bridge import Bridge
 from linkcpp.node.limits import RefusedError, takes_pieces
@@ -230,7 +230,7 @@ def _add_direct_edges(app: FastAPI, agent: Agent) -> None:
             await refuse(websocket.scope, websocket.send, 404, body)
             return
         await websocket.accept()
-        await agent.edges.accept_direct(AcceptedCarrier(websocket))
+        await agent.edges.accept_direct(AcceptedTransport(websocket))
 
 
 def _add_errors(app: FastAPI) -> None:

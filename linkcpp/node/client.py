@@ -7,7 +7,7 @@ from pathlib import Path
 from websockets.asyncio.client import ClientConnection
 
 from linkcpp.cluster.probe import measure_link
-from linkcpp.cluster.records import Link, NodeRecord
+from linkcpp.cluster.records import LinkSpeed, NodeRecord
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
 from linkcpp.model.slices.manifest import Manifest, read_manifest
@@ -101,7 +101,7 @@ class NodeClient(NodeConnection):
         answer = await self._call("GET", f"/v1/servers/{server_id}/logs?tail={int(tail)}")
         return answer.decode(errors="replace")
 
-    async def measure_link(self) -> Link:
+    async def measure_link(self) -> LinkSpeed:
         """Measure the round trip and the throughput to the node."""
         await self._ensure_trusted()
         link = await measure_link(self._http, self._base, self._token)

@@ -8,7 +8,7 @@ from linkcpp.cluster.addresses import own_addresses
 from linkcpp.cluster.config import node_url
 from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.records import NodeRecord
-from linkcpp.edge.acceptor import EdgeAcceptor
+from linkcpp.link.acceptor import EdgeAcceptor
 from linkcpp.node.access import AgentTokens
 from linkcpp.node.membership import Membership
 from linkcpp.node.records import SliceState

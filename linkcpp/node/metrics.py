@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from linkcpp.cluster.records import NodeRecord
-from linkcpp.edge.acceptor import AcceptedStatus
+from linkcpp.link.acceptor import AcceptedStatus
 from linkcpp.node.records import ServerRecord, SliceRecord, WorkerRecord
 
 _PREFIX = "linkcpp_node"

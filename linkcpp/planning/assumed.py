@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from linkcpp.cluster.records import (
     Cluster,
     DiscoveredNode,
-    Link,
+    LinkSpeed,
     NodeDevice,
     NodeId,
     NodeRecord,
@@ -17,7 +17,7 @@ from linkcpp.common.units import parse_bytes
 
 ASSUMED = "assumed"
 # A wired home network.
-ASSUMED_LINK = Link(rtt_ms=1.0, bytes_per_second=110e6)
+ASSUMED_LINK = LinkSpeed(rtt_ms=1.0, bytes_per_second=110e6)
 _MOST_ASSUMED = 1000
 _SPECIFICATION = re.compile(
     r"\s*(?:(?P<count>\d{1,4})\s*[x*]\s*)?(?P<size>\d[^@]*?)\s*"

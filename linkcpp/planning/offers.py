@@ -3,7 +3,14 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from linkcpp.cluster.records import Cluster, DiscoveredNode, Link, NodeDevice, NodeId, NodeStatus
+from linkcpp.cluster.records import (
+    Cluster,
+    DiscoveredNode,
+    LinkSpeed,
+    NodeDevice,
+    NodeId,
+    NodeStatus,
+)
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import ModelInventory
 from linkcpp.planning.records import PlanMode, PlanOptions
@@ -157,7 +164,7 @@ def _offer(
     device: NodeDevice,
     options: PlanOptions,
     *,
-    link: Link | None = None,
+    link: LinkSpeed | None = None,
     far: bool = False,
 ) -> Offer:
     assumed = []

@@ -9,7 +9,7 @@ from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery, OnChange, fin
 from linkcpp.cluster.findings import usability
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.measure import this_machine
-from linkcpp.cluster.records import DiscoveredNode, Link, NodeId, NodeRecord, NodeStatus
+from linkcpp.cluster.records import DiscoveredNode, LinkSpeed, NodeId, NodeRecord, NodeStatus
 from linkcpp.cluster.text import printable_json
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
@@ -167,10 +167,10 @@ def _described(
     )
 
 
-def _relayed_link(node: RegisteredNode, rtts_ms: Mapping[str, float]) -> Link | None:
+def _relayed_link(node: RegisteredNode, rtts_ms: Mapping[str, float]) -> LinkSpeed | None:
     theirs = node.state.relay_rtts_ms if node.state else {}
     sums = [rtts_ms[gateway] + rtt for gateway, rtt in theirs.items() if gateway in rtts_ms]
-    return Link(rtt_ms=max(min(sums), 0.001), bytes_per_second=None) if sums else None
+    return LinkSpeed(rtt_ms=max(min(sums), 0.001), bytes_per_second=None) if sums else None
 
 
 def with_hub_nodes(found: Discovery, far: Iterable[DiscoveredNode]) -> Discovery:

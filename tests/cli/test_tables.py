@@ -11,7 +11,7 @@ from rich.console import Console
 from linkcpp.cli.discover import render
 from linkcpp.cli.tables import Need, WholeTable, fit_columns
 from linkcpp.cluster.discovery import Discovery
-from linkcpp.cluster.records import DiscoveredNode, Link, NodeDevice, NodeStatus
+from linkcpp.cluster.records import DiscoveredNode, LinkSpeed, NodeDevice, NodeStatus
 from tests.cluster.peers import COORDINATOR, node_record
 
 
@@ -45,7 +45,7 @@ def test_discover_shows_addresses_and_states_whole_at_80_columns(address: str) -
         status=NodeStatus.OTHER_ENGINE,
         reason=None,
         record=node_record(devices=memory, core_count=128),
-        link=Link(rtt_ms=123.4, bytes_per_second=123.4e6),
+        link=LinkSpeed(rtt_ms=123.4, bytes_per_second=123.4e6),
     )
     found = Discovery(coordinator=COORDINATOR, nodes=(node,), notes=())
     lines = shown(*render(found), width=80)

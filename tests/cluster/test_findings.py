@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 
 from linkcpp.cluster.candidates import Candidate, Finding, Probe
 from linkcpp.cluster.findings import compare_engines, describe_nodes
-from linkcpp.cluster.records import DiscoveredNode, Health, Link, NodeId, NodeRecord, NodeStatus
+from linkcpp.cluster.records import (
+    DiscoveredNode,
+    Health,
+    LinkSpeed,
+    NodeId,
+    NodeRecord,
+    NodeStatus,
+)
 from linkcpp.engine.records import EngineProblem
 from tests.cluster.peers import COORDINATOR, fingerprint, node_record
 
@@ -31,7 +38,7 @@ def answered(candidate: Candidate, record: NodeRecord, rtt_ms: float = 1.0) -> P
         finding=Finding.NODE,
         health=Health(agent_version="0", node_id=record.node_id, name=record.name),
         record=record,
-        link=Link(rtt_ms=rtt_ms, bytes_per_second=None),
+        link=LinkSpeed(rtt_ms=rtt_ms, bytes_per_second=None),
     )
 
 

@@ -8,11 +8,11 @@ from sqlalchemy import Engine, select
 from starlette.websockets import WebSocket
 
 from linkcpp.common.access import RateLimit
-from linkcpp.edge.offers import HubOffers
 from linkcpp.hub import edges as hub_edges
 from linkcpp.hub.assignment import UNMEASURED_MS, Candidate, choose_gateway
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.schema import EDGES
+from linkcpp.link.offers import HubOffers
 from linkcpp.registry.connection import HubRefusedError
 from linkcpp.registry.edges import (
     CloseEvent,

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import sys
 
-from linkcpp.node.reaching import Reach
+from linkcpp.node.connector import NodeConnector
 
 
 async def main(url: str) -> None:
-    async with contextlib.aclosing(Reach()) as reach, await reach.open(url) as client:
+    async with contextlib.aclosing(NodeConnector()) as reach, await reach.open(url) as client:
         await client.node()
         print(client.way(), flush=True)
 

@@ -6,7 +6,7 @@ from linkcpp.cluster.records import NodeId
 from linkcpp.launch.failing import NodeMissingError, StepRefusedError
 from linkcpp.launch.finding import find_nodes
 from linkcpp.node.client import EdgePort, NodeClient, NodeUnreachableError
-from linkcpp.node.reaching import Reach
+from linkcpp.node.connector import NodeConnector
 from linkcpp.planning.records import Plan
 from linkcpp.registry.discovering import hub_node_url
 from linkcpp.registry.edges import NODE_REVOKED
@@ -18,7 +18,7 @@ CELLAR = NodeId("00000000-0000-4000-8000-00000000000b")
 HUB = "https://hub.example"
 
 
-class Ways(Reach):
+class Ways(NodeConnector):
     """Leads to peers by what the edges to them have proved, and by plain addresses."""
 
     def __init__(self, edges: dict[str, EdgePort]) -> None:
@@ -41,7 +41,7 @@ async def find(plan: Plan, ways: Ways, *urls: str) -> str:
     async def discover() -> tuple[str, ...]:
         return urls
 
-    found = await find_nodes(plan, reach=ways, more_urls=(), discover=discover)
+    found = await find_nodes(plan, connector=ways, more_urls=(), discover=discover)
     for node in found.values():
         await node.client.aclose()
     return found[ATTIC].url

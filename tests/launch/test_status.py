@@ -14,8 +14,6 @@ from linkcpp.cluster.records import (
     NodeStatus,
 )
 from linkcpp.common.processes import ProcessIdentity
-from linkcpp.edge.choosing import Path as EdgePath
-from linkcpp.edge.choosing import PathKind
 from linkcpp.launch.attempt import memory_to_ask_for
 from linkcpp.launch.events import (
     EngineStarted,
@@ -31,6 +29,8 @@ from linkcpp.launch.progress import bars_of
 from linkcpp.launch.records import DeploymentState, LaunchRequest, Phase
 from linkcpp.launch.status import Condition, judge
 from linkcpp.launch.surroundings import remaining_cluster
+from linkcpp.link.choosing import Path as EdgePath
+from linkcpp.link.choosing import PathKind
 from linkcpp.node.client import NodeClient
 from tests.launch.plans import FINGERPRINT, MEGABYTE, layers_plan
 

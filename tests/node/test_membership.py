@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from linkcpp.cluster.records import NodeRecord, NodeStatus
-from linkcpp.edge.offers import EdgeEndedError, HubOffers
 from linkcpp.hub import lookout
 from linkcpp.hub.presence import presence
+from linkcpp.link.offers import EdgeEndedError, HubOffers
 from linkcpp.node import membership
 from linkcpp.node.membership import Membership, has_news
 from linkcpp.registry.connection import HubRefusedError
@@ -18,8 +18,8 @@ from linkcpp.registry.discovering import describe_registered
 from linkcpp.registry.edges import NODE_GONE, EdgeRequest
 from linkcpp.registry.records import NodeState, Presence, RegisteredNode, Role
 from tests.cluster.peers import COORDINATOR, fingerprint, node_record
-from tests.edge.programs import until
 from tests.hub.hubs import Machine, RunningHub, node_state, running_hub
+from tests.link.programs import until
 
 GATEWAY = "00000000-0000-4000-8000-0000000000f1"
 

@@ -5,7 +5,7 @@ import random
 from linkcpp.cluster.records import (
     Cluster,
     DiscoveredNode,
-    Link,
+    LinkSpeed,
     NodeDevice,
     NodeId,
     NodeRecord,
@@ -75,7 +75,7 @@ def node(
         status=status,
         reason=None if status is NodeStatus.READY else "a reason",
         record=machine(name, *devices, major=major),
-        link=Link(rtt_ms=rtt_ms, bytes_per_second=rate),
+        link=LinkSpeed(rtt_ms=rtt_ms, bytes_per_second=rate),
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from linkcpp.cli.discover import Where, render
 from linkcpp.cluster.discovery import Discovery
-from linkcpp.cluster.records import DiscoveredNode, Link, NodeId, NodeRecord, NodeStatus
+from linkcpp.cluster.records import DiscoveredNode, LinkSpeed, NodeId, NodeRecord, NodeStatus
 from linkcpp.registry.discovering import (
     describe_registered,
     hub_node_url,
@@ -62,7 +62,7 @@ def test_the_way_over_a_gateway_is_the_sum_of_both_ways_and_the_shortest_counts(
     listed = NodeList(nodes=(node,), hub_time=1000.0)
     rtts_ms = {NEAR_GATEWAY: 5.0, FAR_GATEWAY: 100.0}
     (found,) = describe_registered(listed, COORDINATOR, hub_url=HUB, rtts_ms=rtts_ms)
-    assert found.link == Link(rtt_ms=35.0, bytes_per_second=None)
+    assert found.link == LinkSpeed(rtt_ms=35.0, bytes_per_second=None)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_node_around_that_is_also_at_a_hub_is_one_node_with_its_near_address_f
         status=NodeStatus.READY,
         reason=None,
         record=node_record(ATTIC),
-        link=Link(rtt_ms=0.3, bytes_per_second=1e8),
+        link=LinkSpeed(rtt_ms=0.3, bytes_per_second=1e8),
     )
     around = Discovery(coordinator=COORDINATOR, nodes=(near,), notes=())
     found = with_hub_nodes(around, described(registered(), registered(CELLAR)))

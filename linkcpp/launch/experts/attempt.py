@@ -170,7 +170,7 @@ class ExpertsAttempt(Attempt):
         return await find_node(
             share.node_id,
             share.node_name,
-            reach=self._surroundings.reach,
+            connector=self._surroundings.connector,
             urls=known,
             discover=lambda: self._surroundings.advertised_urls(share.node_id),
         )

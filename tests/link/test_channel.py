@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from linkcpp.edge.carrier import CarrierLostError
-from linkcpp.edge.core import NO_EPOCH, Resume
-from linkcpp.edge.handshake import initiate, respond
-from linkcpp.edge.link import Link
-from linkcpp.edge.records import RecordType
+from linkcpp.link.channel import SecureChannel
+from linkcpp.link.core import NO_EPOCH, Resume
+from linkcpp.link.handshake import initiate, respond
+from linkcpp.link.records import RecordType
+from linkcpp.link.transport import TransportLostError
 from linkcpp.registry.relay import RelayCloseCode
-from tests.edge.carriers import EPOCHS, Meddler, carriers, edge_keys, link_pair
-from tests.edge.programs import echo_server, exchange, until
+from tests.link.programs import echo_server, pump, until
+from tests.link.transports import EPOCHS, Meddler, edge_keys, link_pair, transports
 
 FIRST = Resume(EPOCHS[0], NO_EPOCH, 0)
 SECOND = Resume(EPOCHS[1], EPOCHS[0], 0)
@@ -74,81 +74,81 @@ async def test_a_record_that_was_meddled_with_ends_the_link_and_reaches_no_strea
     async with echo_server() as echo, link_pair(echo.port) as pair:
         _, writer = await asyncio.open_connection("127.0.0.1", pair.port)
         await until(lambda: echo.connection_count == 1)
-        pair.carriers[0].meddler = MEDDLERS[what]()
-        pings = [pair.links[0].ping() for _ in range(3)]
+        pair.transports[0].meddler = MEDDLERS[what]()
+        pings = [pair.channels[0].ping() for _ in range(3)]
         writer.write(b"never to arrive")
         outcomes = await asyncio.gather(*pings, return_exceptions=True)
-        assert any(isinstance(outcome, CarrierLostError) for outcome in outcomes)
-        reason = await pair.links[1].ended
-        assert pair.links[1].end_code == RelayCloseCode.RECORD_INVALID
+        assert any(isinstance(outcome, TransportLostError) for outcome in outcomes)
+        reason = await pair.channels[1].ended
+        assert pair.channels[1].end_code == RelayCloseCode.RECORD_INVALID
         assert "message" in reason
-        assert pair.carriers[1].closed is not None
-        assert pair.carriers[1].closed[0] == RelayCloseCode.RECORD_INVALID
+        assert pair.transports[1].closed is not None
+        assert pair.transports[1].closed[0] == RelayCloseCode.RECORD_INVALID
         assert echo.received_bytes == 0
         writer.close()
 
 
 async def test_records_of_an_older_link_open_on_no_other() -> None:
     async with echo_server() as echo, link_pair(echo.port) as first:
-        await first.links[0].ping()
-        old = first.carriers[0].sent[1:]
+        await first.channels[0].ping()
+        old = first.transports[0].sent[1:]
         second = type(first)(echo.port)
         second.keys = first.keys
         await second.connect()
-        second.carriers[0].meddler = lambda _: old
-        with pytest.raises(CarrierLostError):
-            await second.links[0].ping()
-        assert second.links[1].end_code == RelayCloseCode.RECORD_INVALID
+        second.transports[0].meddler = lambda _: old
+        with pytest.raises(TransportLostError):
+            await second.channels[0].ping()
+        assert second.channels[1].end_code == RelayCloseCode.RECORD_INVALID
         await second.aclose()
 
 
 async def test_a_relay_sees_nothing_of_what_it_carries() -> None:
     secret = b"the prompt of somebody, in plain words " * 40
     async with echo_server() as echo, link_pair(echo.port) as pair:
-        assert await exchange(pair.port, secret) == secret
-        sent = [message for carrier in pair.carriers for message in carrier.sent]
+        assert await pump(pair.port, secret) == secret
+        sent = [message for transport in pair.transports for message in transport.sent]
         assert sum(map(len, sent)) > 2 * len(secret)
         assert not any(secret[:39] in message for message in sent)
 
 
 async def test_a_first_message_that_was_recorded_moves_no_session() -> None:
     async with echo_server() as echo, link_pair(echo.port) as pair:
-        recorded = pair.carriers[0].sent[0]
-        attacker, node = carriers()
+        recorded = pair.transports[0].sent[0]
+        attacker, node = transports()
         await attacker.send(recorded)
         agreed = await respond(node, pair.keys[1], lambda _: pair.node.core.resume)
-        link = Link(node, agreed, path="forged", on_attach=pair._attach)
+        channel = SecureChannel(node, agreed, path="forged", on_attach=pair._attach)
         await attacker.receive()
-        for message in pair.carriers[0].sent[1:]:
+        for message in pair.transports[0].sent[1:]:
             await attacker.send(message)
-        await link.ended
-        assert link.end_code == RelayCloseCode.RECORD_INVALID
-        assert pair.node.link is pair.links[1]
-        await pair.links[0].ping()
+        await channel.ended
+        assert channel.end_code == RelayCloseCode.RECORD_INVALID
+        assert pair.node.channel is pair.channels[1]
+        await pair.channels[0].ping()
 
 
 @pytest.mark.parametrize("place", [0, 40, -1])
 async def test_an_altered_handshake_is_refused_with_its_close_code(place: int) -> None:
-    (near, far), (backbone, node) = carriers(), edge_keys()
+    (near, far), (backbone, node) = transports(), edge_keys()
     near.meddler = flip_bit(place)
     results = await asyncio.gather(
         initiate(near, backbone, FIRST),
         respond(far, node, lambda _: SECOND),
         return_exceptions=True,
     )
-    assert all(isinstance(result, CarrierLostError) for result in results)
+    assert all(isinstance(result, TransportLostError) for result in results)
     assert far.closed is not None
     assert far.closed[0] == RelayCloseCode.HANDSHAKE_FAILED
 
 
 async def test_a_machine_with_another_key_is_refused() -> None:
-    (near, far), (backbone, _), (_, stranger) = carriers(), edge_keys(), edge_keys()
+    (near, far), (backbone, _), (_, stranger) = transports(), edge_keys(), edge_keys()
     results = await asyncio.gather(
         initiate(near, backbone, FIRST),
         respond(far, stranger, lambda _: SECOND),
         return_exceptions=True,
     )
-    assert all(isinstance(result, CarrierLostError) for result in results)
+    assert all(isinstance(result, TransportLostError) for result in results)
 
 
 @pytest.mark.parametrize(
@@ -164,35 +164,35 @@ async def test_a_machine_with_another_key_is_refused() -> None:
 )
 async def test_a_sealed_record_that_means_nothing_ends_the_link(record: bytes) -> None:
     async with echo_server() as echo, link_pair(echo.port) as pair:
-        sealed = pair.links[1].agreed.keys.sending.encrypt(record)
-        await pair.carriers[1].send(sealed)
-        await pair.links[0].ended
-        assert pair.links[0].end_code == RelayCloseCode.RECORD_INVALID
+        sealed = pair.channels[1].agreed.keys.sending.encrypt(record)
+        await pair.transports[1].send(sealed)
+        await pair.channels[0].ended
+        assert pair.channels[0].end_code == RelayCloseCode.RECORD_INVALID
 
 
 async def test_a_flood_of_pings_is_bounded() -> None:
     async with echo_server() as echo, link_pair(echo.port) as pair:
-        await pair.links[0].ping()
-        ciphers = pair.links[1].agreed.keys.sending
+        await pair.channels[0].ping()
+        ciphers = pair.channels[1].agreed.keys.sending
         for number in range(1000):
             ping = struct.pack("<BQ", RecordType.PING, number)
-            pair.carriers[1]._outbox.put_nowait(ciphers.encrypt(ping))
-        pair.links[0]._carrier = StalledCarrier(pair.links[0]._carrier)  # type: ignore[arg-type]
-        await pair.links[0].ended
-        assert len(pair.links[0]._control) < 100
+            pair.transports[1]._outbox.put_nowait(ciphers.encrypt(ping))
+        pair.channels[0]._transport = StalledTransport(pair.channels[0]._transport)  # type: ignore[arg-type]
+        await pair.channels[0].ended
+        assert len(pair.channels[0]._control) < 100
 
 
-class StalledCarrier:
+class StalledTransport:
     """Takes messages in, and never gets one out."""
 
-    def __init__(self, carrier: object) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: object) -> None:
+        self._transport = transport
 
     async def send(self, message: bytes) -> None:
         await asyncio.Event().wait()
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._carrier, name)
+        return getattr(self._transport, name)
 
 
 def test_the_token_is_one_for_an_edge_and_both_ends_derive_it() -> None:

@@ -10,8 +10,8 @@ from starlette.websockets import WebSocket
 
 from linkcpp.common.serving import make_server
 from linkcpp.common.sockets import listen
-from linkcpp.edge.acceptor import EdgeAcceptor
-from linkcpp.edge.carrier import AcceptedCarrier
+from linkcpp.link.acceptor import EdgeAcceptor
+from linkcpp.link.transport import AcceptedTransport
 from linkcpp.registry.relay import DIRECT_PATH
 
 
@@ -21,7 +21,7 @@ async def direct_route(acceptor: EdgeAcceptor) -> AsyncIterator[int]:
 
     async def accept(websocket: WebSocket) -> None:
         await websocket.accept()
-        await acceptor.accept_direct(AcceptedCarrier(websocket))
+        await acceptor.accept_direct(AcceptedTransport(websocket))
 
     app = Starlette(routes=[WebSocketRoute(DIRECT_PATH, accept)])
     sockets = listen("127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""A carrier in memory, whose messages a test may alter as a hostile relay would."""
+"""A transport in memory, whose messages a test may alter as a hostile relay would."""
 
 import asyncio
 import contextlib
@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Callable
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from linkcpp.edge.carrier import CarrierLostError
-from linkcpp.edge.core import EdgeCore, Resume
-from linkcpp.edge.exchange import Exchange, open_loopback
-from linkcpp.edge.handshake import EdgeKeys, initiate, respond
-from linkcpp.edge.link import Link
-from linkcpp.edge.records import EdgeLimits
-from tests.edge.edges import BACKBONE_ID, NODE_ID
+from linkcpp.link.channel import SecureChannel
+from linkcpp.link.core import EdgeCore, Resume
+from linkcpp.link.handshake import EdgeKeys, initiate, respond
+from linkcpp.link.pump import StreamPump, open_loopback
+from linkcpp.link.records import EdgeLimits
+from linkcpp.link.transport import TransportLostError
+from tests.link.edges import BACKBONE_ID, NODE_ID
 
 EDGE_ID = "ab" * 16
 EPOCHS = (b"B" * 16, b"N" * 16)
@@ -21,7 +21,7 @@ EPOCHS = (b"B" * 16, b"N" * 16)
 Meddler = Callable[[bytes], list[bytes]]
 
 
-class MemoryCarrier:
+class MemoryTransport:
     """One end; what it sends goes through ``meddler``."""
 
     def __init__(self, inbox: asyncio.Queue[bytes | None], outbox: asyncio.Queue[bytes | None]):
@@ -39,7 +39,7 @@ class MemoryCarrier:
     async def receive(self) -> bytes:
         message = await self._inbox.get()
         if message is None:
-            raise CarrierLostError("the other side closed it", 1000)
+            raise TransportLostError("the other side closed it", 1000)
         return message
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
@@ -50,10 +50,10 @@ class MemoryCarrier:
                 self._inbox.put_nowait(None)
 
 
-def carriers() -> tuple[MemoryCarrier, MemoryCarrier]:
+def transports() -> tuple[MemoryTransport, MemoryTransport]:
     there: asyncio.Queue[bytes | None] = asyncio.Queue()
     back: asyncio.Queue[bytes | None] = asyncio.Queue()
-    return MemoryCarrier(back, there), MemoryCarrier(there, back)
+    return MemoryTransport(back, there), MemoryTransport(there, back)
 
 
 def edge_keys() -> tuple[EdgeKeys, EdgeKeys]:
@@ -63,19 +63,19 @@ def edge_keys() -> tuple[EdgeKeys, EdgeKeys]:
 
 
 class LinkPair:
-    """Two links that carry a session each; the node's streams lead to a port of loopback."""
+    """Two channels that carry a session each; the node's streams lead to a port of loopback."""
 
     def __init__(self, agent_port: int) -> None:
         self.agent_port = agent_port
-        self.carriers = carriers()
+        self.transports = transports()
         self.keys = edge_keys()
         cores = [
             EdgeCore(epoch=EPOCHS[0], peer_epoch=EPOCHS[1], opens=True, limits=EdgeLimits()),
             EdgeCore(epoch=EPOCHS[1], peer_epoch=EPOCHS[0], opens=False, limits=EdgeLimits()),
         ]
-        self.backbone = Exchange(cores[0])
-        self.node = Exchange(cores[1], connect=lambda: open_loopback("127.0.0.1", agent_port))
-        self.links: tuple[Link, Link]
+        self.backbone = StreamPump(cores[0])
+        self.node = StreamPump(cores[1], connect=lambda: open_loopback("127.0.0.1", agent_port))
+        self.channels: tuple[SecureChannel, SecureChannel]
         self.port = 0
         self._server: asyncio.Server | None = None
 
@@ -86,35 +86,35 @@ class LinkPair:
 
     async def connect(self) -> None:
         agreed = await asyncio.gather(
-            initiate(self.carriers[0], self.keys[0], self.backbone.core.resume),
-            respond(self.carriers[1], self.keys[1], self._answer),
+            initiate(self.transports[0], self.keys[0], self.backbone.core.resume),
+            respond(self.transports[1], self.keys[1], self._answer),
         )
-        self.links = (
-            Link(self.carriers[0], agreed[0], path="test"),
-            Link(self.carriers[1], agreed[1], path="test", on_attach=self._attach),
+        self.channels = (
+            SecureChannel(self.transports[0], agreed[0], path="test"),
+            SecureChannel(self.transports[1], agreed[1], path="test", on_attach=self._attach),
         )
-        self.backbone.carried_by(self.links[0], agreed[0].peer.wanted)
-        self.links[0].attach(self.backbone, self.backbone.core.resume.wanted)
+        self.backbone.carried_by(self.channels[0], agreed[0].peer.wanted)
+        self.channels[0].attach(self.backbone, self.backbone.core.resume.wanted)
 
     def _answer(self, _: Resume) -> Resume:
         return self.node.core.resume
 
-    def _attach(self, link: Link, wanted: int) -> None:
-        self.node.carried_by(link, wanted)
-        link.carry(self.node)
+    def _attach(self, channel: SecureChannel, wanted: int) -> None:
+        self.node.carried_by(channel, wanted)
+        channel.carry(self.node)
 
     async def aclose(self) -> None:
         if self._server is not None:
             self._server.close()
-        for link in self.links:
-            await link.close()
+        for channel in self.channels:
+            await channel.close()
         await self.backbone.aclose()
         await self.node.aclose()
 
 
 @contextlib.asynccontextmanager
 async def link_pair(agent_port: int) -> AsyncIterator[LinkPair]:
-    """Shake hands over carriers in memory."""
+    """Shake hands over transports in memory."""
     pair = LinkPair(agent_port)
     await pair.connect()
     await pair.listen()

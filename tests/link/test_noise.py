@@ -14,7 +14,7 @@ from dissononce.processing.impl.symmetricstate import SymmetricState
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linkcpp.edge.noise import MAX_MESSAGE_BYTES, TAG_BYTES, Handshake, NoiseError
+from linkcpp.link.noise import MAX_MESSAGE_BYTES, TAG_BYTES, Handshake, NoiseError
 
 # The vector of this suite in the collection that the Haskell implementation "cacophony" published.
 PROLOGUE = bytes.fromhex("4a6f686e2047616c74")

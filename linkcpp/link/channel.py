@@ -1,8 +1,8 @@
-"""One encrypted channel over one carrier: the path that a session takes for a while.
+"""One encrypted channel over one transport: the path that a session takes for a while.
 
-A link exists before a session uses it, so that paths can be measured and compared, and ends with
-its carrier. Every record is sealed under a counter; one that was altered, repeated, left out or
-reordered does not open, which ends the link before anything of it is used.
+A channel exists before a session uses it, so that paths can be measured and compared, and ends with
+its transport. Every record is sealed under a counter; one that was altered, repeated, left out or
+reordered does not open, which ends the channel before anything of it is used.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from time import monotonic
 from typing import Any, Protocol
 
 from linkcpp.common.text import printable
-from linkcpp.edge.carrier import Carrier, CarrierLostError
-from linkcpp.edge.handshake import Agreed
-from linkcpp.edge.noise import NoiseError
-from linkcpp.edge.records import RecordType
-from linkcpp.edge.session import SessionError
+from linkcpp.link.handshake import Agreed
+from linkcpp.link.noise import NoiseError
+from linkcpp.link.records import RecordType
+from linkcpp.link.session import SessionError
+from linkcpp.link.transport import Transport, TransportLostError
 from linkcpp.registry.relay import RelayCloseCode
 
 _ATTACH = struct.Struct("<BQ")
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Traffic(Protocol):
-    """The session that uses a link."""
+    """The session that uses a channel."""
 
     def next_record(self) -> bytes | None:
         """Return the next record to send, or ``None`` while there is none."""
@@ -47,7 +47,7 @@ class Traffic(Protocol):
         ...
 
 
-class Link:
+class SecureChannel:
     """One channel; ``path`` names it for people. It runs from the start.
 
     ``ended`` tells why it ended, in words, and ``end_code`` with which close code.
@@ -57,17 +57,17 @@ class Link:
 
     def __init__(
         self,
-        carrier: Carrier,
+        transport: Transport,
         agreed: Agreed,
         *,
         path: str,
-        on_attach: Callable[["Link", int], None] | None = None,
+        on_attach: Callable[["SecureChannel", int], None] | None = None,
     ) -> None:
         self.agreed = agreed
         self.path = path
         self.heard_at = monotonic()
         self.end_code: int | None = None
-        self._carrier = carrier
+        self._transport = transport
         self._on_attach = on_attach
         self._traffic: Traffic | None = None
         self._control: deque[bytes] = deque()
@@ -103,7 +103,7 @@ class Link:
         """Measure one round trip to the other machine, in milliseconds.
 
         Raises:
-            CarrierLostError: the link ended meanwhile.
+            TransportLostError: the channel ended meanwhile.
         """
         mark = os.urandom(8)
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -116,15 +116,15 @@ class Link:
         finally:
             self._pings.pop(mark, None)
         if not answer.done():
-            raise CarrierLostError(self.ended.result(), self.end_code)
+            raise TransportLostError(self.ended.result(), self.end_code)
         return answer.result()
 
     async def close(self, code: int = 1000, reason: str = "it is not needed any more") -> None:
-        """Close the carrier and wait until the link has ended; the peer is told why."""
+        """Close the transport and wait until the channel has ended; the peer is told why."""
         self._end(reason, code)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
-                await self._carrier.close(code, reason)
+                await self._transport.close(code, reason)
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
 
@@ -135,19 +135,19 @@ class Link:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        except CarrierLostError as error:
+        except TransportLostError as error:
             code, reason = error.code or 1006, error.reason
         except (NoiseError, SessionError) as error:
             code, reason = RelayCloseCode.RECORD_INVALID, str(error)
         except Exception:
-            _log.exception("a link of an edge ended by a defect")
+            _log.exception("a channel of an edge ended by a defect")
             code, reason = 1011, "linkcpp met a defect of its own"
         finally:
             for task in loops:
                 task.cancel()
             await asyncio.gather(*loops, return_exceptions=True)
         self._end(printable(reason, 200), code)
-        await self._carrier.close(code if code != 1006 else 1000, reason)
+        await self._transport.close(code if code != 1006 else 1000, reason)
 
     def _end(self, reason: str, code: int) -> None:
         if not self.ended.done():
@@ -160,7 +160,7 @@ class Link:
         while True:
             self._wake.clear()
             while (record := self._next_record()) is not None:
-                await self._carrier.send(sending.encrypt(record))
+                await self._transport.send(sending.encrypt(record))
             await self._wake.wait()
 
     def _next_record(self) -> bytes | None:
@@ -171,7 +171,7 @@ class Link:
     async def _receive(self) -> None:
         receiving = self.agreed.keys.receiving
         while True:
-            sealed = await self._carrier.receive()
+            sealed = await self._transport.receive()
             self._take(receiving.decrypt(sealed))
 
     def _take(self, record: bytes) -> None:

@@ -5,9 +5,9 @@ other's session again. Pure: records in, records and events out.
 import struct
 from typing import NamedTuple
 
-from linkcpp.edge.records import EdgeLimits
-from linkcpp.edge.session import Session, SessionError
-from linkcpp.edge.streams import Multiplexer
+from linkcpp.link.records import EdgeLimits
+from linkcpp.link.session import Session, SessionError
+from linkcpp.link.streams import Multiplexer
 
 EPOCH_BYTES = 16
 NO_EPOCH = bytes(EPOCH_BYTES)

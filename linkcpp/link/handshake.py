@@ -1,4 +1,4 @@
-"""How two machines become sure of each other over a carrier, and what they derive from that."""
+"""How two machines become sure of each other over a transport, and what they derive from that."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from linkcpp.edge.carrier import Carrier, CarrierLostError
-from linkcpp.edge.core import Resume
-from linkcpp.edge.noise import Handshake, NoiseError, TransportKeys
-from linkcpp.edge.session import SessionError
+from linkcpp.link.core import Resume
+from linkcpp.link.noise import Handshake, NoiseError, TransportKeys
+from linkcpp.link.session import SessionError
+from linkcpp.link.transport import Transport, TransportLostError
 from linkcpp.registry.encoding import decode, encode
 from linkcpp.registry.relay import RelayCloseCode
 
@@ -69,40 +69,42 @@ class Agreed(NamedTuple):
     peer: Resume
 
 
-async def initiate(carrier: Carrier, edge: EdgeKeys, own: Resume) -> Agreed:
+async def initiate(transport: Transport, edge: EdgeKeys, own: Resume) -> Agreed:
     """Shake hands as the coordinator.
 
     Raises:
-        CarrierLostError: the carrier ended, or who answers is not the node. It is closed then.
+        TransportLostError: the transport ended, or who answers is not the node. It is closed then.
     """
     handshake = _handshake(edge, is_initiator=True)
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            await carrier.send(handshake.write_message(own.encode()))
-            peer = Resume.decode(handshake.read_message(await carrier.receive()))
+            await transport.send(handshake.write_message(own.encode()))
+            peer = Resume.decode(handshake.read_message(await transport.receive()))
         return Agreed(handshake.finish(), own, peer)
     except (NoiseError, SessionError, TimeoutError) as error:
-        raise await _failed(carrier, error) from error
+        raise await _failed(transport, error) from error
 
 
-async def respond(carrier: Carrier, edge: EdgeKeys, answer: Callable[[Resume], Resume]) -> Agreed:
+async def respond(
+    transport: Transport, edge: EdgeKeys, answer: Callable[[Resume], Resume]
+) -> Agreed:
     """Shake hands as the node; ``answer`` tells what to say to what the coordinator said.
 
     Whoever recorded a first message can send it again, so nothing may be done before the first
     record has come, which only the coordinator itself can make.
 
     Raises:
-        CarrierLostError: the carrier ended, or who asks is not the coordinator. It is closed then.
+        TransportLostError: the transport ended, or the peer is another one; it is closed then.
     """
     handshake = _handshake(edge, is_initiator=False)
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            peer = Resume.decode(handshake.read_message(await carrier.receive()))
+            peer = Resume.decode(handshake.read_message(await transport.receive()))
             own = answer(peer)
-            await carrier.send(handshake.write_message(own.encode()))
+            await transport.send(handshake.write_message(own.encode()))
         return Agreed(handshake.finish(), own, peer)
     except (NoiseError, SessionError, TimeoutError) as error:
-        raise await _failed(carrier, error) from error
+        raise await _failed(transport, error) from error
 
 
 def _handshake(edge: EdgeKeys, *, is_initiator: bool) -> Handshake:
@@ -114,8 +116,8 @@ def _handshake(edge: EdgeKeys, *, is_initiator: bool) -> Handshake:
     )
 
 
-async def _failed(carrier: Carrier, error: Exception) -> CarrierLostError:
+async def _failed(transport: Transport, error: Exception) -> TransportLostError:
     code = RelayCloseCode.HANDSHAKE_FAILED
     reason = f"the handshake failed: {error or 'no answer in time'}"
-    await carrier.close(code, reason)
-    return CarrierLostError(reason, code)
+    await transport.close(code, reason)
+    return TransportLostError(reason, code)

@@ -48,7 +48,7 @@ async def echo_server() -> AsyncIterator[Echo]:
         server.close()
 
 
-async def exchange(port: int, data: bytes, *, piece_bytes: int = 1 << 16) -> bytes:
+async def pump(port: int, data: bytes, *, piece_bytes: int = 1 << 16) -> bytes:
     """Send all, half-close, and return all that comes back."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 

@@ -10,13 +10,13 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError
-from linkcpp.edge.carrier import CarrierLostError
-from linkcpp.edge.local import reset
-from linkcpp.edge.offers import EdgeEndedError, OfferSource
-from linkcpp.edge.paths import PathKeeper
-from linkcpp.edge.records import CHUNK_BYTES, EdgeLimits, EdgeTimes
-from linkcpp.edge.status import EdgeState, EdgeStatus
-from linkcpp.edge.supply import OfferSupply, Pin
+from linkcpp.link.local import reset
+from linkcpp.link.offers import EdgeEndedError, OfferSource
+from linkcpp.link.paths import PathKeeper
+from linkcpp.link.records import CHUNK_BYTES, EdgeLimits, EdgeTimes
+from linkcpp.link.status import EdgeState, EdgeStatus
+from linkcpp.link.supply import OfferSupply, Pin
+from linkcpp.link.transport import TransportLostError
 from linkcpp.registry.credentials import pin_peer
 
 HOST = "127.0.0.1"
@@ -191,7 +191,7 @@ class EdgeEndpoint(AsyncClosing):
                 raise
             except LinkcppError as error:
                 self._problem = error.message
-            except CarrierLostError as error:
+            except TransportLostError as error:
                 self._problem = error.reason
             else:
                 return

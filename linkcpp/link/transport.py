@@ -1,6 +1,6 @@
 """What carries an edge's messages: a WebSocket that this machine dialled, or one that it accepted.
 
-A carrier keeps message borders and order, and is trusted with nothing else.
+A transport keeps message borders and order, and is trusted with nothing else.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from linkcpp.common.network_errors import in_words
 from linkcpp.common.proxies import naming, proxy_from_here
 from linkcpp.common.sockets import tune_transport
 from linkcpp.common.text import printable
-from linkcpp.edge.noise import MAX_MESSAGE_BYTES
+from linkcpp.link.noise import MAX_MESSAGE_BYTES
 from linkcpp.registry.trust import tls_context
 
 # One chunk at most waits in this process behind what the kernel holds.
@@ -25,8 +25,8 @@ _MAX_QUEUED_MESSAGES = 16
 _MAX_REASON_BYTES = 123
 
 
-class CarrierLostError(Exception):
-    """The carrier is gone, or there never was one; ``code`` is its close code where it has one."""
+class TransportLostError(Exception):
+    """The transport is gone, or never was; ``code`` is its close code where it has one."""
 
     def __init__(self, reason: str, code: int | None = None) -> None:
         super().__init__(reason)
@@ -34,14 +34,14 @@ class CarrierLostError(Exception):
         self.code = code
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """One connection that carries binary messages."""
 
     async def send(self, message: bytes) -> None:
         """Send a message; returns when there is room for another.
 
         Raises:
-            CarrierLostError: the connection is gone.
+            TransportLostError: the connection is gone.
         """
         ...
 
@@ -49,7 +49,7 @@ class Carrier(Protocol):
         """Wait for the next message.
 
         Raises:
-            CarrierLostError: the connection is gone, or sent what is no binary message.
+            TransportLostError: the connection is gone, or sent what is no binary message.
         """
         ...
 
@@ -58,18 +58,18 @@ class Carrier(Protocol):
         ...
 
 
-class DialledCarrier:
+class DialledTransport:
     """A WebSocket that this machine opened."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
 
     @classmethod
-    async def dial(cls, url: str, *, timeout_seconds: float) -> "DialledCarrier":
+    async def dial(cls, url: str, *, timeout_seconds: float) -> "DialledTransport":
         """Open a WebSocket.
 
         Raises:
-            CarrierLostError: nothing answers at the address, or something else.
+            TransportLostError: nothing answers at the address, or something else.
         """
         try:
             proxy = proxy_from_here(url)
@@ -88,9 +88,9 @@ class DialledCarrier:
                     write_limit=_WRITE_LIMIT_BYTES,
                 )
         except LinkcppError as error:
-            raise CarrierLostError(str(error)) from error
+            raise TransportLostError(str(error)) from error
         except (OSError, WebSocketException, ValueError) as error:
-            raise CarrierLostError(in_words(error)) from error
+            raise TransportLostError(in_words(error)) from error
         tune_transport(connection.transport)
         return cls(connection)
 
@@ -108,7 +108,7 @@ class DialledCarrier:
         except ConnectionClosed as error:
             raise _closed(error) from None
         if isinstance(message, str):
-            raise CarrierLostError("the other side sends no more")
+            raise TransportLostError("the other side sends no more")
         return message
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
@@ -117,7 +117,7 @@ class DialledCarrier:
             await self._connection.close(code, _fitting(reason))
 
 
-class AcceptedCarrier:
+class AcceptedTransport:
     """A WebSocket that somebody opened to this machine's agent."""
 
     def __init__(self, websocket: WebSocket) -> None:
@@ -128,21 +128,21 @@ class AcceptedCarrier:
         try:
             await self._websocket.send({"type": "websocket.send", "bytes": message})
         except (OSError, RuntimeError, WebSocketDisconnect):
-            raise CarrierLostError("the other side closed it") from None
+            raise TransportLostError("the other side closed it") from None
 
     async def receive(self) -> bytes:
         """Wait for the next message."""
         try:
             message = await self._websocket.receive()
         except RuntimeError:
-            raise CarrierLostError("it is closed") from None
+            raise TransportLostError("it is closed") from None
         if message["type"] == "websocket.disconnect":
-            raise CarrierLostError(
+            raise TransportLostError(
                 message.get("reason") or "the other side closed it", message.get("code")
             )
         data = message.get("bytes")
         if data is None:
-            raise CarrierLostError("the other side sends no more")
+            raise TransportLostError("the other side sends no more")
         return bytes(data)
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
@@ -153,10 +153,10 @@ class AcceptedCarrier:
             await self._websocket.close(code, _fitting(reason))
 
 
-def _closed(error: ConnectionClosed) -> CarrierLostError:
+def _closed(error: ConnectionClosed) -> TransportLostError:
     if error.rcvd is None:
-        return CarrierLostError("the connection was lost")
-    return CarrierLostError(
+        return TransportLostError("the connection was lost")
+    return TransportLostError(
         printable(error.rcvd.reason, 200) or "the other side closed it", error.rcvd.code
     )
 

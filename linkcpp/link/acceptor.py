@@ -11,12 +11,12 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
 from linkcpp.common.text import printable
-from linkcpp.edge.accepted import AcceptedEdge, AgentTokens
-from linkcpp.edge.carrier import Carrier, CarrierLostError
-from linkcpp.edge.exchange import open_loopback
-from linkcpp.edge.handshake import EdgeKeys, parse_edge_key
-from linkcpp.edge.records import EdgeLimits, EdgeTimes
-from linkcpp.edge.supply import Pin
+from linkcpp.link.accepted import AcceptedEdge, AgentTokens
+from linkcpp.link.handshake import EdgeKeys, parse_edge_key
+from linkcpp.link.pump import open_loopback
+from linkcpp.link.records import EdgeLimits, EdgeTimes
+from linkcpp.link.supply import Pin
+from linkcpp.link.transport import Transport, TransportLostError
 from linkcpp.registry.credentials import pin_peer
 from linkcpp.registry.edges import EdgeOffer, EdgeRole
 from linkcpp.registry.relay import (
@@ -81,7 +81,7 @@ class EdgeAcceptor:
         self._edges: dict[str, AcceptedEdge] = {}
         self._offered = asyncio.Condition()
         # Those who have shown no ticket, in the order in which they came.
-        self._strangers: dict[Carrier, None] = {}
+        self._strangers: dict[Transport, None] = {}
         self._is_closed = False
         self._sweeping = asyncio.create_task(self._sweep())
 
@@ -141,34 +141,34 @@ class EdgeAcceptor:
         await asyncio.gather(self._sweeping, return_exceptions=True)
         await self.close_all("the node's agent stops")
 
-    async def accept_direct(self, carrier: Carrier) -> None:
+    async def accept_direct(self, transport: Transport) -> None:
         """Serve a coordinator that dialled this machine itself, until it leaves."""
         try:
-            edge = await self._admit(carrier)
-            await carrier.send(PAIRED)
-            await edge.serve(carrier, "direct")
+            edge = await self._admit(transport)
+            await transport.send(PAIRED)
+            await edge.serve(transport, "direct")
         except _RefusedError as error:
-            await carrier.close(error.code, str(error))
-        except CarrierLostError as error:
+            await transport.close(error.code, str(error))
+        except TransportLostError as error:
             _log.info("a direct path ended: %s", error.reason)
 
-    async def _admit(self, carrier: Carrier) -> AcceptedEdge:
+    async def _admit(self, transport: Transport) -> AcceptedEdge:
         if len(self._strangers) >= MOST_STRANGERS:
             # The newcomer may have a ticket; who said nothing for longest has least to say.
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             await oldest.close(RelayCloseCode.FULL, "newer ones take its place")
-        self._strangers[carrier] = None
+        self._strangers[transport] = None
         try:
-            hello = await self._read_hello(carrier)
+            hello = await self._read_hello(transport)
         finally:
-            self._strangers.pop(carrier, None)
+            self._strangers.pop(transport, None)
         return await self._edge_of(hello.edge_id)
 
-    async def _read_hello(self, carrier: Carrier) -> Hello:
+    async def _read_hello(self, transport: Transport) -> Hello:
         try:
             async with asyncio.timeout(HELLO_DEADLINE_SECONDS):
-                hello = decode_hello(await carrier.receive())
+                hello = decode_hello(await transport.receive())
             claims = verify_edge_ticket(self._hub, hello.ticket, now=self._clock())
         except TimeoutError:
             raise _RefusedError(RelayCloseCode.HELLO_TIMEOUT, "no hello came") from None

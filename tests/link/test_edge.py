@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from linkcpp.edge.records import EdgeLimits
-from linkcpp.edge.status import EdgeState
-from tests.edge.edges import HubOfTest, accepting, edge, gateways, running_node
-from tests.edge.programs import exchange, until
+from linkcpp.link.records import EdgeLimits
+from linkcpp.link.status import EdgeState
+from tests.link.edges import HubOfTest, accepting, edge, gateways, running_node
+from tests.link.programs import pump, until
 
 MEBIBYTE = 2**20
 
@@ -18,7 +18,7 @@ async def test_bytes_of_many_connections_come_back_through_a_relay() -> None:
     async with running_node(hub) as node, edge(hub) as end:
         assert end.status().state is EdgeState.UP
         messages = [os.urandom(size) for size in (0, 1, 1000, 300_000) * 5]
-        answers = await asyncio.gather(*(exchange(end.port, message) for message in messages))
+        answers = await asyncio.gather(*(pump(end.port, message) for message in messages))
         assert answers == messages
         status = end.status()
         assert status.sent_bytes == status.received_bytes == sum(map(len, messages))
@@ -30,7 +30,7 @@ async def test_a_gateway_that_dies_in_a_transfer_costs_no_byte() -> None:
     async with running_node(hub) as node, edge(hub) as end:
         (gateway,) = node.gateways
         data = os.urandom(24 * MEBIBYTE)
-        transfer = asyncio.create_task(exchange(end.port, data))
+        transfer = asyncio.create_task(pump(end.port, data))
         for _ in range(3):
             before = node.echo.received_bytes
             await until(lambda: node.echo.received_bytes > before + 2 * MEBIBYTE)  # noqa: B023
@@ -101,4 +101,4 @@ async def test_connections_beyond_the_bound_are_dropped_and_the_others_go_on() -
         for _, writer in opened:
             writer.close()
         await until(lambda: end.status().connection_count == 0)
-        assert await exchange(end.port, b"room again") == b"room again"
+        assert await pump(end.port, b"room again") == b"room again"

@@ -9,22 +9,22 @@ from collections.abc import Coroutine
 from time import monotonic
 from typing import Any, Protocol
 
-from linkcpp.edge.carrier import Carrier, CarrierLostError
-from linkcpp.edge.core import EPOCH_BYTES, EdgeCore, Resume
-from linkcpp.edge.exchange import Connect, Exchange
-from linkcpp.edge.handshake import EdgeKeys, respond
-from linkcpp.edge.link import Link
-from linkcpp.edge.reaching import dial_paired
-from linkcpp.edge.records import EdgeLimits, EdgeTimes
-from linkcpp.edge.session import SessionError
+from linkcpp.link.channel import SecureChannel
+from linkcpp.link.core import EPOCH_BYTES, EdgeCore, Resume
+from linkcpp.link.dialing import dial_paired
+from linkcpp.link.handshake import EdgeKeys, respond
+from linkcpp.link.pump import Connect, StreamPump
+from linkcpp.link.records import EdgeLimits, EdgeTimes
+from linkcpp.link.session import SessionError
+from linkcpp.link.transport import Transport, TransportLostError
 from linkcpp.registry.edges import EdgeOffer
 from linkcpp.registry.relay import PAIRING_SECONDS, Hello, RelayCloseCode
 
 # The path in use, one that may replace it, and one that is not known to be dead yet.
-_MOST_LINKS = 3
+_MAX_CHANNELS = 3
 _MOST_DIALS = 2
 _ALIVE_SECONDS = 2.0
-# The coordinator asks every few seconds; a link is dead where nothing came for longer.
+# The coordinator asks every few seconds; a channel is dead where nothing came for longer.
 _SILENT_TIMES = 3.0
 
 
@@ -62,8 +62,8 @@ class AcceptedEdge:
         self._limits = limits
         self._times = times
         self._next_epoch = os.urandom(EPOCH_BYTES)
-        self._exchange: Exchange | None = None
-        self._links: list[Link] = []
+        self._pump: StreamPump | None = None
+        self._channels: list[SecureChannel] = []
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._wanted = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
@@ -72,13 +72,13 @@ class AcceptedEdge:
     @property
     def path(self) -> str | None:
         """The path in use, in words."""
-        return self._exchange.link.path if self._exchange and self._exchange.link else None
+        return self._pump.channel.path if self._pump and self._pump.channel else None
 
     @property
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of the session's connections sent and received."""
-        exchange = self._exchange
-        return (exchange.sent_bytes, exchange.received_bytes) if exchange else (0, 0)
+        pump = self._pump
+        return (pump.sent_bytes, pump.received_bytes) if pump else (0, 0)
 
     def renew(self, offer: EdgeOffer) -> None:
         """Take an offer of the hub: be at the relay that it names."""
@@ -88,32 +88,34 @@ class AcceptedEdge:
             return
         if url not in self._dials:
             self._dial(url)
-        elif (link := self._active) is not None:
+        elif (channel := self._active) is not None:
             # The coordinator asks for a way, so the one in use may be dead without our knowing.
-            self._spawn(self._see_whether_alive(link))
+            self._spawn(self._see_whether_alive(channel))
         else:
             self._wanted.set()
 
-    async def serve(self, carrier: Carrier, path: str) -> None:
-        """Use a carrier, whose other side is there, until it ends.
+    async def serve(self, transport: Transport, path: str) -> None:
+        """Use a transport, whose other side is there, until it ends.
 
         Raises:
-            CarrierLostError: who is there is not the coordinator.
+            TransportLostError: who is there is not the coordinator.
         """
-        agreed = await respond(carrier, self.keys, self._answer)
-        link = Link(carrier, agreed, path=path, on_attach=self._attach)
-        self._links.append(link)
-        for older in [known for known in self._links if known is not self._active][:-_MOST_LINKS]:
+        agreed = await respond(transport, self.keys, self._answer)
+        channel = SecureChannel(transport, agreed, path=path, on_attach=self._attach)
+        self._channels.append(channel)
+        for older in [known for known in self._channels if known is not self._active][
+            :-_MAX_CHANNELS
+        ]:
             self._spawn(older.close(RelayCloseCode.REPLACED, "there are newer paths"))
         try:
-            while link.is_open:
-                await asyncio.wait({link.ended}, timeout=self._times.dead)
-                if monotonic() - link.heard_at > _SILENT_TIMES * self._times.dead:
-                    await link.close(1000, "nothing came from the coordinator")
+            while channel.is_open:
+                await asyncio.wait({channel.ended}, timeout=self._times.dead)
+                if monotonic() - channel.heard_at > _SILENT_TIMES * self._times.dead:
+                    await channel.close(1000, "nothing came from the coordinator")
         finally:
-            self._links.remove(link)
-            self._left(link)
-            await link.close()
+            self._channels.remove(channel)
+            self._left(channel)
+            await channel.close()
 
     async def aclose(self, code: int, reason: str) -> None:
         """End the session and all paths; the agent takes the edge's token no more."""
@@ -121,39 +123,39 @@ class AcceptedEdge:
         self._tokens.discard(self._token)
         for task in self._dials.values():
             task.cancel()
-        for link in list(self._links):
-            await link.close(code, reason)
-        if self._exchange is not None:
-            await self._exchange.aclose()
+        for channel in list(self._channels):
+            await channel.close(code, reason)
+        if self._pump is not None:
+            await self._pump.aclose()
         await asyncio.gather(*self._dials.values(), *self._closing, return_exceptions=True)
 
     @property
-    def _active(self) -> Link | None:
-        return self._exchange.link if self._exchange is not None else None
+    def _active(self) -> SecureChannel | None:
+        return self._pump.channel if self._pump is not None else None
 
     def _answer(self, peer: Resume) -> Resume:
         """Say whether the session that the coordinator has can go on."""
-        core = self._exchange.core if self._exchange is not None else None
+        core = self._pump.core if self._pump is not None else None
         if core is not None and (core.peer_epoch, core.epoch) == (peer.epoch, peer.peer_epoch):
             return core.resume
         return Resume(self._next_epoch, peer.epoch, 0)
 
-    def _attach(self, link: Link, wanted: int) -> None:
-        """Let a link carry the session that its handshake spoke of.
+    def _attach(self, channel: SecureChannel, wanted: int) -> None:
+        """Let a channel carry the session that its handshake spoke of.
 
         Raises:
             SessionError: that session is over.
         """
-        if self._is_closed or link is self._active:
+        if self._is_closed or channel is self._active:
             raise SessionError("a session cannot be attached here")
-        said, peer = link.agreed.own, link.agreed.peer
+        said, peer = channel.agreed.own, channel.agreed.peer
         if said.epoch == self._next_epoch:
             self._begin(peer.epoch)
-        exchange = self._exchange
-        if exchange is None or exchange.core.epoch != said.epoch:
+        pump = self._pump
+        if pump is None or pump.core.epoch != said.epoch:
             raise SessionError("the session is over that this path was opened for")
-        older = exchange.carried_by(link, wanted)
-        link.carry(exchange)
+        older = pump.carried_by(channel, wanted)
+        channel.carry(pump)
         self._tokens.add(self._token)
         if older is not None:
             self._spawn(older.close(1000, "another path carries the session"))
@@ -163,23 +165,23 @@ class AcceptedEdge:
         core = EdgeCore(
             epoch=self._next_epoch, peer_epoch=peer_epoch, opens=False, limits=self._limits
         )
-        self._exchange = Exchange(core, connect=self._connect)
+        self._pump = StreamPump(core, connect=self._connect)
         self._next_epoch = os.urandom(EPOCH_BYTES)
 
     def _end_session(self) -> None:
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            if (link := exchange.uncarried()) is not None:
-                self._spawn(link.close(1000, "another session began"))
-            self._spawn(exchange.aclose())
+        pump, self._pump = self._pump, None
+        if pump is not None:
+            if (channel := pump.uncarried()) is not None:
+                self._spawn(channel.close(1000, "another session began"))
+            self._spawn(pump.aclose())
 
-    def _left(self, link: Link) -> None:
-        exchange = self._exchange
-        if exchange is None or exchange.link is not link:
+    def _left(self, channel: SecureChannel) -> None:
+        pump = self._pump
+        if pump is None or pump.channel is not channel:
             return
-        exchange.uncarried()
+        pump.uncarried()
         self.idle_since = monotonic()
-        if exchange.is_broken:
+        if pump.is_broken:
             self._end_session()
         url = self.offer.relay_url
         if url is not None and url not in self._dials and not self._is_closed:
@@ -215,25 +217,25 @@ class AcceptedEdge:
         """Be at a relay once, as long as that lasts; returns whether the coordinator came."""
         offer = self.offer
         try:
-            carrier = await dial_paired(
+            transport = await dial_paired(
                 url,
                 Hello(offer.role, offer.edge_id, offer.ticket),
                 dial_seconds=self._times.dial,
                 pairing_seconds=PAIRING_SECONDS + self._times.dial,
             )
-            await self.serve(carrier, _relay_path(url))
-        except CarrierLostError:
+            await self.serve(transport, _relay_path(url))
+        except TransportLostError:
             return False
         return True
 
-    async def _see_whether_alive(self, link: Link) -> None:
+    async def _see_whether_alive(self, channel: SecureChannel) -> None:
         try:
             async with asyncio.timeout(_ALIVE_SECONDS):
-                await link.ping()
+                await channel.ping()
         except TimeoutError:
-            if monotonic() - link.heard_at > _ALIVE_SECONDS:
-                await link.close(1000, "the coordinator does not answer on it any more")
-        except CarrierLostError:
+            if monotonic() - channel.heard_at > _ALIVE_SECONDS:
+                await channel.close(1000, "the coordinator does not answer on it any more")
+        except TransportLostError:
             return
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

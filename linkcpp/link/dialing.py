@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
-from linkcpp.edge.carrier import Carrier, CarrierLostError, DialledCarrier
-from linkcpp.edge.choosing import Path, PathKind
-from linkcpp.edge.core import Resume
-from linkcpp.edge.handshake import HANDSHAKE_SECONDS, EdgeKeys, initiate
-from linkcpp.edge.link import Link
-from linkcpp.edge.records import EdgeTimes
+from linkcpp.link.channel import SecureChannel
+from linkcpp.link.choosing import Path, PathKind
+from linkcpp.link.core import Resume
+from linkcpp.link.handshake import HANDSHAKE_SECONDS, EdgeKeys, initiate
+from linkcpp.link.records import EdgeTimes
+from linkcpp.link.transport import DialledTransport, Transport, TransportLostError
 from linkcpp.registry.edges import EdgeOffer
 from linkcpp.registry.relay import DIRECT_PATH, PAIRED, Hello, encode_hello
 from linkcpp.registry.trust import websocket_url
@@ -37,72 +37,72 @@ def relay_ways(offer: EdgeOffer) -> tuple[Way, ...]:
     return (Way(path, offer.relay_url),)
 
 
-async def open_link(
+async def open_channel(
     way: Way, offer: EdgeOffer, edge: EdgeKeys, resume: Resume, times: EdgeTimes
-) -> Link:
+) -> SecureChannel:
     """Open one path, up to the end of the handshake.
 
     Raises:
-        CarrierLostError: it does not work, with the reason.
+        TransportLostError: it does not work, with the reason.
     """
     is_relay = way.path.kind is PathKind.RELAY
-    carrier = await dial_paired(
+    transport = await dial_paired(
         way.url,
         Hello(offer.role, offer.edge_id, offer.ticket),
         dial_seconds=times.dial,
         pairing_seconds=times.pairing if is_relay else HANDSHAKE_SECONDS,
     )
     try:
-        return Link(carrier, await initiate(carrier, edge, resume), path=str(way.path))
+        return SecureChannel(transport, await initiate(transport, edge, resume), path=str(way.path))
     except BaseException:
-        await carrier.close()
+        await transport.close()
         raise
 
 
 async def dial_paired(
     url: str, hello: Hello, *, dial_seconds: float, pairing_seconds: float
-) -> Carrier:
+) -> Transport:
     """Dial a relay or a node, and wait until the other side is there.
 
     Raises:
-        CarrierLostError: it cannot be reached, refuses, or the other side did not come.
+        TransportLostError: it cannot be reached, refuses, or the other side did not come.
     """
-    carrier = await DialledCarrier.dial(url, timeout_seconds=dial_seconds)
+    transport = await DialledTransport.dial(url, timeout_seconds=dial_seconds)
     try:
-        await carrier.send(encode_hello(hello))
+        await transport.send(encode_hello(hello))
         async with asyncio.timeout(pairing_seconds):
-            answer = await carrier.receive()
+            answer = await transport.receive()
     except TimeoutError:
-        await carrier.close()
-        raise CarrierLostError("no answer in time") from None
+        await transport.close()
+        raise TransportLostError("no answer in time") from None
     except BaseException:
-        await carrier.close()
+        await transport.close()
         raise
     if answer != PAIRED:
-        await carrier.close()
-        raise CarrierLostError("it speaks another protocol")
-    return carrier
+        await transport.close()
+        raise TransportLostError("it speaks another protocol")
+    return transport
 
 
 class Reached(NamedTuple):
     """The path that answered first, and what became of the others so far."""
 
     way: Way
-    link: Link
+    channel: SecureChannel
     failures: tuple[str, ...]
 
 
 async def reach_first(
     preferred: Iterable[Way],
     others: Iterable[Way],
-    open_way: Callable[[Way], Awaitable[Link]],
+    open_way: Callable[[Way], Awaitable[SecureChannel]],
     *,
     head_start_seconds: float,
 ) -> Reached:
     """Open all ways at the same time and keep the first that works; the preferred have a start.
 
     Raises:
-        CarrierLostError: none works; the reason names each.
+        TransportLostError: none works; the reason names each.
     """
     failures: list[str] = []
     preferred_failed = asyncio.Event()
@@ -111,13 +111,13 @@ async def reach_first(
     if not ways:
         preferred_failed.set()
 
-    async def attempt(way: Way, *, is_preferred: bool) -> tuple[Way, Link] | None:
+    async def attempt(way: Way, *, is_preferred: bool) -> tuple[Way, SecureChannel] | None:
         nonlocal waiting
         if not is_preferred:
             await _wait(preferred_failed, head_start_seconds)
         try:
             return way, await open_way(way)
-        except CarrierLostError as error:
+        except TransportLostError as error:
             failures.append(f"{way.path}: {error.reason}")
         waiting -= is_preferred
         if not waiting:
@@ -126,18 +126,19 @@ async def reach_first(
 
     tasks = [asyncio.create_task(attempt(way, is_preferred=True)) for way in ways]
     tasks += [asyncio.create_task(attempt(way, is_preferred=False)) for way in others]
-    won: tuple[Way, Link] | None = None
+    won: tuple[Way, SecureChannel] | None = None
     try:
         for task in asyncio.as_completed(tasks):
             if (won := await task) is not None:
                 return Reached(*won, tuple(failures))
     finally:
         await _dismiss(tasks, won)
-    raise CarrierLostError("; ".join(failures) or "there is no address to dial")
+    raise TransportLostError("; ".join(failures) or "there is no address to dial")
 
 
 async def _dismiss(
-    tasks: list[asyncio.Task[tuple[Way, Link] | None]], won: tuple[Way, Link] | None
+    tasks: list[asyncio.Task[tuple[Way, SecureChannel] | None]],
+    won: tuple[Way, SecureChannel] | None,
 ) -> None:
     for task in tasks:
         task.cancel()

@@ -7,8 +7,8 @@ from time import monotonic
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.edge.handshake import EdgeKeys, parse_edge_key
-from linkcpp.edge.offers import Dialled, EdgeEndedError, OfferSource
+from linkcpp.link.handshake import EdgeKeys, parse_edge_key
+from linkcpp.link.offers import Dialled, EdgeEndedError, OfferSource
 from linkcpp.registry.edges import EdgeOffer, EdgeRole
 from linkcpp.registry.encoding import encode
 from linkcpp.registry.fields import MOST_GATEWAYS

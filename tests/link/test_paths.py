@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.edge.choosing import Path, PathKind, RoundTrips, choose
-from linkcpp.edge.endpoint import EdgeEndpoint
-from linkcpp.edge.offers import EdgeEndedError
-from linkcpp.edge.status import EdgeState
-from tests.edge.agent import direct_route
-from tests.edge.edges import QUICK, HubOfTest, edge, gateways, node_beyond, running_node
-from tests.edge.programs import exchange, until
+from linkcpp.link.choosing import Path, PathKind, RoundTrips, choose
+from linkcpp.link.endpoint import EdgeEndpoint
+from linkcpp.link.offers import EdgeEndedError
+from linkcpp.link.status import EdgeState
+from tests.link.agent import direct_route
+from tests.link.edges import QUICK, HubOfTest, edge, gateways, node_beyond, running_node
+from tests.link.programs import pump, until
 from tests.support.slow_relay import SlowRelay, slow_relay
 
 DIRECT = Path(PathKind.DIRECT)
@@ -79,7 +79,7 @@ async def test_a_direct_path_is_taken_where_it_answers() -> None:
             assert status.why is not None
             assert status.why.startswith("direct: it answered first")
             data = os.urandom(3 * MEBIBYTE)
-            assert await exchange(end.port, data) == data
+            assert await pump(end.port, data) == data
             assert node.acceptor.status()[0].path == "direct"
             await until(lambda: end.status().rtt_ms is not None)
     assert hub.is_closed
@@ -91,14 +91,14 @@ async def test_the_relay_is_taken_where_no_address_answers() -> None:
         (gateway,) = node.gateways
         status = end.status()
         assert (status.path, status.gateway_id) == (PathKind.RELAY, gateway.gateway_id)
-        assert await exchange(end.port, b"over the relay") == b"over the relay"
+        assert await pump(end.port, b"over the relay") == b"over the relay"
 
 
 async def test_a_direct_path_that_comes_up_later_is_changed_to_in_a_transfer() -> None:
     hub = HubOfTest()
     async with running_node(hub) as node, direct_route(node.acceptor) as port, edge(hub) as end:
         assert end.status().path is PathKind.RELAY
-        transfer = asyncio.create_task(exchange(end.port, data := os.urandom(20 * MEBIBYTE)))
+        transfer = asyncio.create_task(pump(end.port, data := os.urandom(20 * MEBIBYTE)))
         # The next offer names the address; the last one is used until its ticket ends.
         hub.direct_urls = (f"ws://127.0.0.1:{port}",)
         end._supply._offer = None
@@ -125,7 +125,7 @@ async def test_a_direct_path_that_gets_slow_is_left_for_the_relay() -> None:
             network.rtt_seconds = 0.2
             await until(lambda: end.status().path is PathKind.RELAY)
             assert end.status().reconnect_count == 0
-            assert await exchange(end.port, b"faster again") == b"faster again"
+            assert await pump(end.port, b"faster again") == b"faster again"
             # And it does not go back to what is still slow.
             seen = network.connection_count
             await until(lambda: network.connection_count >= seen + 2)
@@ -142,7 +142,7 @@ async def test_a_direct_path_that_is_cut_is_replaced_by_the_relay() -> None:
         hub.direct_urls = (f"ws://127.0.0.1:{network.port}",)
         async with edge(hub) as end:
             data = os.urandom(12 * MEBIBYTE)
-            transfer = asyncio.create_task(exchange(end.port, data))
+            transfer = asyncio.create_task(pump(end.port, data))
             await until(lambda: node.echo.received_bytes > MEBIBYTE)
             network.refuses = True
             network.cut()
@@ -159,7 +159,7 @@ async def test_a_network_that_falls_silent_is_noticed_and_got_over() -> None:
         edge(hub) as end,
     ):
         data = os.urandom(4 * MEBIBYTE)
-        transfer = asyncio.create_task(exchange(end.port, data))
+        transfer = asyncio.create_task(pump(end.port, data))
         await until(lambda: node.echo.received_bytes > MEBIBYTE)
         network.is_silent = True
         await until(lambda: end.status().state is EdgeState.RECONNECTING)
@@ -176,7 +176,7 @@ async def test_a_network_that_falls_silent_is_noticed_and_got_over() -> None:
 async def cut_again_and_again(network: SlowRelay, end: EdgeEndpoint, count: int) -> None:
     for number in range(count):
         await until(lambda: end.status().state is EdgeState.UP)
-        assert await exchange(end.port, b"between two cuts") == b"between two cuts"
+        assert await pump(end.port, b"between two cuts") == b"between two cuts"
         network.cut()
         await until(lambda: end.status().reconnect_count > number)  # noqa: B023
 
@@ -201,11 +201,11 @@ async def test_a_small_message_is_not_held_up_by_bulk() -> None:
     """On a slow network a bulk transfer fills every queue; a small message goes past it."""
     hub = HubOfTest()
     async with node_beyond(hub, rtt_seconds=0.02) as (_, node), edge(hub) as end:
-        bulk = asyncio.create_task(exchange(end.port, bytes(40 * MEBIBYTE)))
+        bulk = asyncio.create_task(pump(end.port, bytes(40 * MEBIBYTE)))
         await until(lambda: node.echo.received_bytes > MEBIBYTE)
         for _ in range(5):
             before = node.echo.received_bytes
-            assert await exchange(end.port, b"one row") == b"one row"
+            assert await pump(end.port, b"one row") == b"one row"
             # The window of one stream and what the network holds, not all of the bulk.
             assert node.echo.received_bytes - before < 16 * MEBIBYTE
         assert not bulk.done()
@@ -222,7 +222,7 @@ async def test_another_gateway_is_asked_for_when_one_has_failed() -> None:
         await until(lambda: end.status().state is EdgeState.UP and hub.asked[-1])
         assert hub.asked[-1] == (first,)
         assert end.status().gateway_id not in (None, first)
-        assert await exchange(end.port, b"by the other") == b"by the other"
+        assert await pump(end.port, b"by the other") == b"by the other"
 
 
 async def test_a_hub_that_is_away_does_not_keep_two_machines_apart() -> None:
@@ -234,7 +234,7 @@ async def test_a_hub_that_is_away_does_not_keep_two_machines_apart() -> None:
         await until(lambda: end.status().state is EdgeState.RECONNECTING)
         await gateway.start()
         await until(lambda: end.status().state is EdgeState.UP)
-        assert await exchange(end.port, b"with the old offer") == b"with the old offer"
+        assert await pump(end.port, b"with the old offer") == b"with the old offer"
 
 
 async def test_an_edge_that_is_not_wanted_any_more_fails_for_good() -> None:

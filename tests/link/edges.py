@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.sockets import listen
-from linkcpp.edge.acceptor import EdgeAcceptor
-from linkcpp.edge.endpoint import EdgeEndpoint
-from linkcpp.edge.offers import Dialled, EdgeEndedError
-from linkcpp.edge.records import EdgeLimits, EdgeTimes
 from linkcpp.gateway.relay import Relay
 from linkcpp.gateway.serving import serve_gateway
+from linkcpp.link.acceptor import EdgeAcceptor
+from linkcpp.link.endpoint import EdgeEndpoint
+from linkcpp.link.offers import Dialled, EdgeEndedError
+from linkcpp.link.records import EdgeLimits, EdgeTimes
 from linkcpp.registry.edges import EdgeOffer, EdgeRole
 from linkcpp.registry.keys import MachineKeys, make_keys
 from linkcpp.registry.relay import RELAY_PATH
 from linkcpp.registry.tickets import EdgeClaims, sign_edge_ticket
-from tests.edge.programs import Echo, echo_server
 from tests.gateway.gateways import HUB_ID, METRICS_TOKEN, Signer
+from tests.link.programs import Echo, echo_server
 from tests.support.slow_relay import SlowRelay, slow_relay
 
 BACKBONE_ID = "33333333-3333-4333-8333-333333333333"

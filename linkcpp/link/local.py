@@ -6,7 +6,7 @@ import socket
 import struct
 from typing import Protocol
 
-from linkcpp.edge.records import CHUNK_BYTES
+from linkcpp.link.records import CHUNK_BYTES
 
 # A socket that has this much unsent is slow: then the peer gets no more room until it drains.
 _SLOW_BYTES = 128 * 1024

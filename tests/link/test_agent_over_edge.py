@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from linkcpp.cluster.records import NodeId
-from linkcpp.edge.choosing import PathKind
-from linkcpp.edge.endpoint import EdgeEndpoint
 from linkcpp.engine.records import EngineLocation
+from linkcpp.link.choosing import PathKind
+from linkcpp.link.endpoint import EdgeEndpoint
 from linkcpp.node.client import EdgePort, NodeClient, OtherNodeError, WrongTokenError
-from tests.edge.edges import NODE_ID, HubOfTest, accepting, edge, gateways
-from tests.edge.programs import until
+from tests.link.edges import NODE_ID, HubOfTest, accepting, edge, gateways
+from tests.link.programs import until
 from tests.node.agents import RunningAgent, running_agent
 
 UPLOAD_BYTES = 48 * 2**20

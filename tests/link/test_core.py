@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from linkcpp.edge.core import NO_EPOCH, EdgeCore, Resume
-from linkcpp.edge.records import CHUNK_BYTES, EdgeLimits, FrameType, RecordType, ResetCode
-from linkcpp.edge.session import SessionError
-from linkcpp.edge.streams import Aborted, Finished, Opened, Received, Writable
+from linkcpp.link.core import NO_EPOCH, EdgeCore, Resume
+from linkcpp.link.records import CHUNK_BYTES, EdgeLimits, FrameType, RecordType, ResetCode
+from linkcpp.link.session import SessionError
+from linkcpp.link.streams import Aborted, Finished, Opened, Received, Writable
 
 LIMITS = EdgeLimits(streams=3, window_bytes=1000, unacknowledged_bytes=1500, control_frames=16)
 BACKBONE, NODE = b"B" * 16, b"N" * 16
@@ -132,7 +132,7 @@ class Edges(RuleBasedStateMachine):
             end.core.streams.finish(stream)
 
     @rule(count=FEW, delivered=st.integers(0, 12), takes=st.booleans())
-    def exchange(self, count: int, delivered: int, takes: bool) -> None:
+    def pump(self, count: int, delivered: int, takes: bool) -> None:
         """Both send some records, of which some arrive; what is left is on the way."""
         for side in (0, 1):
             self._send(side, 3 * count)

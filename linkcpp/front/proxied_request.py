@@ -35,7 +35,7 @@ _EVENT_END = b"\n\n"
 _STOPPED = Refusal(503, "The deployment was stopped.")
 
 
-class Exchange:
+class ProxiedRequest:
     """One request; ``run`` returns when its answer was sent, or the client or all hope is gone.
 
     ``with_key``: the caller may have what llama-server gives only to those who show its key.

@@ -10,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from linkcpp.edge.records import CHUNK_BYTES, EdgeLimits, FrameType, ResetCode
-from linkcpp.edge.session import Frame, SessionError
+from linkcpp.link.records import CHUNK_BYTES, EdgeLimits, FrameType, ResetCode
+from linkcpp.link.session import Frame, SessionError
 
 _HEAD = struct.Struct("<BI")  # type, stream
 _NUMBER = struct.Struct("<BII")  # type, stream, credit or code

@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 from linkcpp.common.records import Record
-from linkcpp.edge.choosing import PathKind
+from linkcpp.link.choosing import PathKind
 
 
 class EdgeState(StrEnum):

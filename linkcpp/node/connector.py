@@ -11,9 +11,9 @@ from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.records import NodeId
 from linkcpp.cluster.token import load_token
 from linkcpp.common.errors import LinkcppError
-from linkcpp.edge.endpoint import EdgeEndpoint
-from linkcpp.edge.offers import EdgeEndedError, HubOffers
-from linkcpp.edge.status import EdgeState, EdgeStatus
+from linkcpp.link.endpoint import EdgeEndpoint
+from linkcpp.link.offers import EdgeEndedError, HubOffers
+from linkcpp.link.status import EdgeState, EdgeStatus
 from linkcpp.node.client import EdgePort, NodeClient, NodeUnreachableError, WrongTokenError
 from linkcpp.registry.client import HubClient, joined_client
 from linkcpp.registry.connection import HubError
@@ -22,7 +22,7 @@ from linkcpp.registry.keys import load_keys
 from linkcpp.registry.measuring import relay_rtts_ms
 
 
-class Reach:
+class NodeConnector:
     """Opens clients; edges and connections to hubs are shared by them and end with ``aclose``."""
 
     def __init__(self) -> None:

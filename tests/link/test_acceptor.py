@@ -13,20 +13,21 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.edge.acceptor import MOST_EDGES, MOST_STRANGERS
-from linkcpp.edge.carrier import CarrierLostError, DialledCarrier
-from linkcpp.edge.core import NO_EPOCH, Resume
-from linkcpp.edge.endpoint import EdgeEndpoint
-from linkcpp.edge.handshake import Agreed, EdgeKeys, initiate, parse_edge_key
-from linkcpp.edge.offers import EdgeEndedError
-from linkcpp.edge.records import CHUNK_BYTES, EdgeLimits, FrameType, RecordType
-from linkcpp.edge.status import EdgeState
+from linkcpp.link.acceptor import MOST_EDGES, MOST_STRANGERS
+from linkcpp.link.core import NO_EPOCH, Resume
+from linkcpp.link.endpoint import EdgeEndpoint
+from linkcpp.link.handshake import Agreed, EdgeKeys, initiate, parse_edge_key
+from linkcpp.link.offers import EdgeEndedError
+from linkcpp.link.records import CHUNK_BYTES, EdgeLimits, FrameType, RecordType
+from linkcpp.link.status import EdgeState
+from linkcpp.link.transport import DialledTransport, TransportLostError
 from linkcpp.registry.edges import EdgeOffer, EdgeRole
 from linkcpp.registry.keys import make_keys
 from linkcpp.registry.relay import DIRECT_PATH, PAIRED, Hello, RelayCloseCode, encode_hello
 from linkcpp.registry.tickets import EdgeClaims, sign_edge_ticket
-from tests.edge.agent import direct_route
-from tests.edge.edges import (
+from tests.gateway.gateways import HUB_ID, Signer
+from tests.link.agent import direct_route
+from tests.link.edges import (
     BACKBONE_ID,
     NODE_ID,
     QUICK,
@@ -38,8 +39,7 @@ from tests.edge.edges import (
     gateways,
     running_node,
 )
-from tests.edge.programs import echo_server, exchange, until
-from tests.gateway.gateways import HUB_ID, Signer
+from tests.link.programs import echo_server, pump, until
 
 
 class Direct(NamedTuple):
@@ -128,7 +128,7 @@ async def test_a_coordinator_that_is_faster_than_the_hub_waits_for_its_offer(
 async def test_an_edge_that_the_hub_never_told_of_is_refused(
     direct: Direct, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("linkcpp.edge.acceptor._OFFER_SECONDS", 0.1)
+    monkeypatch.setattr("linkcpp.link.acceptor._OFFER_SECONDS", 0.1)
     async with direct.dial() as connection:
         await connection.send(direct.hello())
         assert await close_code(connection) == RelayCloseCode.NO_PEER
@@ -137,10 +137,10 @@ async def test_an_edge_that_the_hub_never_told_of_is_refused(
 async def test_strangers_who_say_nothing_make_room_for_who_has_a_ticket(
     direct: Direct, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("linkcpp.edge.acceptor.HELLO_DEADLINE_SECONDS", 4.0)
+    monkeypatch.setattr("linkcpp.link.acceptor.HELLO_DEADLINE_SECONDS", 4.0)
     strangers = [await direct.dial() for _ in range(MOST_STRANGERS + 8)]
     async with edge(direct.hub) as end:
-        assert await exchange(end.port, b"still there") == b"still there"
+        assert await pump(end.port, b"still there") == b"still there"
     codes = [await close_code(stranger) for stranger in strangers]
     assert set(codes[:8]) == {RelayCloseCode.FULL}
     assert codes[-1] == RelayCloseCode.HELLO_TIMEOUT
@@ -148,9 +148,9 @@ async def test_strangers_who_say_nothing_make_room_for_who_has_a_ticket(
 
 async def test_a_ticket_without_the_coordinators_key_is_of_no_use(direct: Direct) -> None:
     await direct.node.acceptor.offer(direct.hub.make(EdgeRole.NODE, None))
-    carrier = await DialledCarrier.dial(direct.url, timeout_seconds=5)
-    await carrier.send(direct.hello())
-    assert await carrier.receive() == PAIRED
+    transport = await DialledTransport.dial(direct.url, timeout_seconds=5)
+    await transport.send(direct.hello())
+    assert await transport.receive() == PAIRED
     stranger = EdgeKeys(
         make_keys().edge,
         parse_edge_key(direct.hub.node_keys.edge_public),
@@ -158,8 +158,8 @@ async def test_a_ticket_without_the_coordinators_key_is_of_no_use(direct: Direct
         BACKBONE_ID,
         NODE_ID,
     )
-    with pytest.raises(CarrierLostError) as error:
-        await initiate(carrier, stranger, Resume(b"x" * 16, NO_EPOCH, 0))
+    with pytest.raises(TransportLostError) as error:
+        await initiate(transport, stranger, Resume(b"x" * 16, NO_EPOCH, 0))
     assert error.value.code == RelayCloseCode.HANDSHAKE_FAILED
     assert direct.node.acceptor.status()[0].path is None
 
@@ -167,17 +167,17 @@ async def test_a_ticket_without_the_coordinators_key_is_of_no_use(direct: Direct
 class Hostile:
     """A coordinator with all keys that makes its own records."""
 
-    def __init__(self, carrier: DialledCarrier, agreed: Agreed) -> None:
-        self.carrier = carrier
+    def __init__(self, transport: DialledTransport, agreed: Agreed) -> None:
+        self.transport = transport
         self._keys = agreed.keys
         self._number = 0
 
     @classmethod
     async def attach(cls, direct: Direct) -> "Hostile":
         await direct.node.acceptor.offer(direct.hub.make(EdgeRole.NODE, None))
-        carrier = await DialledCarrier.dial(direct.url, timeout_seconds=5)
-        await carrier.send(direct.hello())
-        assert await carrier.receive() == PAIRED
+        transport = await DialledTransport.dial(direct.url, timeout_seconds=5)
+        await transport.send(direct.hello())
+        assert await transport.receive() == PAIRED
         keys = EdgeKeys(
             direct.hub.backbone_keys.edge,
             parse_edge_key(direct.hub.node_keys.edge_public),
@@ -185,12 +185,12 @@ class Hostile:
             BACKBONE_ID,
             NODE_ID,
         )
-        hostile = cls(carrier, await initiate(carrier, keys, Resume(b"x" * 16, NO_EPOCH, 0)))
+        hostile = cls(transport, await initiate(transport, keys, Resume(b"x" * 16, NO_EPOCH, 0)))
         await hostile.send(struct.pack("<BQ", RecordType.ATTACH, 0))
         return hostile
 
     async def send(self, record: bytes) -> None:
-        await self.carrier.send(self._keys.sending.encrypt(record))
+        await self.transport.send(self._keys.sending.encrypt(record))
 
     async def frame(self, kind: FrameType, stream: int, body: bytes = b"") -> None:
         head = struct.pack("<BQQBI", RecordType.DATA, self._number, 0, kind, stream)
@@ -198,16 +198,16 @@ class Hostile:
         await self.send(head + body)
 
     async def until_closed(self) -> int | None:
-        with pytest.raises(CarrierLostError) as error:
+        with pytest.raises(TransportLostError) as error:
             async with asyncio.timeout(20):
                 while True:
-                    await self.carrier.receive()
+                    await self.transport.receive()
         return error.value.code
 
 
 async def test_thousands_of_streams_are_refused_and_end_the_session(direct: Direct) -> None:
     hostile = await Hostile.attach(direct)
-    with contextlib.suppress(CarrierLostError):
+    with contextlib.suppress(TransportLostError):
         for stream in range(1, 5000):
             await hostile.frame(FrameType.OPEN, stream)
     assert await hostile.until_closed() == RelayCloseCode.RECORD_INVALID
@@ -219,7 +219,7 @@ async def test_a_flood_beyond_the_window_ends_the_session(direct: Direct) -> Non
     direct.node.echo.goes_on.clear()
     hostile = await Hostile.attach(direct)
     await hostile.frame(FrameType.OPEN, 1)
-    with contextlib.suppress(CarrierLostError):
+    with contextlib.suppress(TransportLostError):
         for _ in range(2 * EdgeLimits().window_bytes // CHUNK_BYTES):
             await hostile.frame(FrameType.DATA, 1, bytes(CHUNK_BYTES))
     assert await hostile.until_closed() == RelayCloseCode.RECORD_INVALID
@@ -258,7 +258,7 @@ async def test_the_node_was_restarted_and_its_streams_are_reset() -> None:
             with pytest.raises(ConnectionResetError):
                 await reader.readexactly(1)
             await until(lambda: end.status().state is EdgeState.UP)
-            assert await exchange(end.port, b"after") == b"after"
+            assert await pump(end.port, b"after") == b"after"
             # Clients that had the token go on with it.
             assert tokens[1] == {token} == {end.token}
         writer.close()
@@ -273,7 +273,7 @@ async def test_the_coordinator_was_restarted_and_gets_a_new_session() -> None:
             await until(lambda: node.echo.open_count == 1)
             hub.is_closed = False
         async with edge(hub) as second:
-            assert await exchange(second.port, b"again") == b"again"
+            assert await pump(second.port, b"again") == b"again"
             await until(lambda: node.echo.open_count == 0)
             assert node.acceptor.edge_ids == (hub.edge_id,)
         writer.close()
@@ -313,7 +313,7 @@ async def test_an_edge_without_a_path_is_forgotten_after_a_while() -> None:
     ):
         async with edge(hub) as end:
             await asyncio.sleep(1)
-            assert await exchange(end.port, b"used") == b"used"
+            assert await pump(end.port, b"used") == b"used"
         await until(lambda: acceptor.edge_ids == ())
         assert tokens == set()
 
@@ -326,7 +326,7 @@ async def test_edges_of_a_node_are_bounded_and_idle_ones_make_room(direct: Direc
             await acceptor.offer(other.make(EdgeRole.NODE, None))
             assert len(acceptor.edge_ids) <= MOST_EDGES
         assert hub.edge_id in acceptor.edge_ids
-        assert await exchange(end.port, b"kept") == b"kept"
+        assert await pump(end.port, b"kept") == b"kept"
 
 
 async def test_keys_are_pinned_on_both_sides() -> None:
@@ -343,7 +343,7 @@ async def test_keys_are_pinned_on_both_sides() -> None:
             hub, own_key=hub.backbone_keys.edge, own_node_id=BACKBONE_ID, pin=pin, times=QUICK
         )
         async with await endpoint.open():
-            assert await exchange(endpoint.port, os.urandom(100))
+            assert await pump(endpoint.port, os.urandom(100))
         assert set(pinned) == {BACKBONE_ID, NODE_ID}
         hub.backbone_keys = make_keys()
         with pytest.raises(LinkcppError, match=f"{BACKBONE_ID} has another key"):

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from linkcpp.common.sockets import tune_transport
-from linkcpp.edge.core import EdgeCore
-from linkcpp.edge.link import Link
-from linkcpp.edge.local import LocalEnd, reset
-from linkcpp.edge.records import CHUNK_BYTES, ResetCode
-from linkcpp.edge.session import SessionError
-from linkcpp.edge.streams import Aborted, Event, Finished, Opened, Received, Writable
+from linkcpp.link.channel import SecureChannel
+from linkcpp.link.core import EdgeCore
+from linkcpp.link.local import LocalEnd, reset
+from linkcpp.link.records import CHUNK_BYTES, ResetCode
+from linkcpp.link.session import SessionError
+from linkcpp.link.streams import Aborted, Event, Finished, Opened, Received, Writable
 
 _CONNECT_SECONDS = 10.0
 
@@ -22,12 +22,12 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[], Awaitable[Streams]]
 
 
-class Exchange:
+class StreamPump:
     """One session. ``connect`` opens what a stream of the peer leads to (the node's end)."""
 
     def __init__(self, core: EdgeCore, *, connect: Connect | None = None) -> None:
         self.core = core
-        self.link: Link | None = None
+        self.channel: SecureChannel | None = None
         self.is_broken = False
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -35,20 +35,20 @@ class Exchange:
         self._ends: dict[int, LocalEnd] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def carried_by(self, link: Link, peer_wanted: int) -> Link | None:
-        """Go on over a new link; return the one before, which carries nothing any more.
+    def carried_by(self, channel: SecureChannel, peer_wanted: int) -> SecureChannel | None:
+        """Go on over a new channel; return the one before, which carries nothing any more.
 
         Raises:
             SessionError: the peer claims to have what was never sent.
         """
         older = self.uncarried()
         self.core.attach(peer_wanted)
-        self.link = link
+        self.channel = channel
         return older
 
-    def uncarried(self) -> Link | None:
-        """Be without a link; return the one before."""
-        older, self.link = self.link, None
+    def uncarried(self) -> SecureChannel | None:
+        """Be without a channel; return the one before."""
+        older, self.channel = self.channel, None
         self.core.detach()
         if older is not None:
             older.leave()
@@ -88,8 +88,8 @@ class Exchange:
 
     def wake(self) -> None:
         """There is something to send."""
-        if self.link is not None:
-            self.link.wake()
+        if self.channel is not None:
+            self.channel.wake()
 
     def _dispatch(self) -> None:
         for event in self.core.streams.take_events():
@@ -154,30 +154,30 @@ class Exchange:
 class _Port:
     """One stream of a session, as its local end sees it."""
 
-    def __init__(self, exchange: Exchange, stream: int) -> None:
-        self._exchange = exchange
-        self._streams = exchange.core.streams
+    def __init__(self, pump: StreamPump, stream: int) -> None:
+        self._pump = pump
+        self._streams = pump.core.streams
         self._stream = stream
 
     def can_write(self) -> bool:
         return self._streams.can_write(self._stream)
 
     def write(self, data: bytes) -> None:
-        self._exchange.sent_bytes += len(data)
+        self._pump.sent_bytes += len(data)
         self._streams.write(self._stream, data)
-        self._exchange.wake()
+        self._pump.wake()
 
     def finish(self) -> None:
         self._streams.finish(self._stream)
-        self._exchange.wake()
+        self._pump.wake()
 
     def abort(self) -> None:
         self._streams.abort(self._stream)
-        self._exchange.wake()
+        self._pump.wake()
 
     def taken(self, size_bytes: int) -> None:
         self._streams.taken(self._stream, size_bytes)
-        self._exchange.wake()
+        self._pump.wake()
 
 
 async def open_loopback(host: str, port: int) -> Streams:

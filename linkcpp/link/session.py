@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from linkcpp.edge.records import RecordType
+from linkcpp.link.records import RecordType
 
 _DATA = struct.Struct("<BQQ")  # type, number of the frame, next number wanted
 _ACK = struct.Struct("<BQ")
