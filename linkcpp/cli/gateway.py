@@ -6,13 +6,13 @@ import logging
 import secrets
 import signal
 import socket
-import sys
 from typing import Annotated
 
 import typer
 
-from linkcpp.cli.join_token import credentials_of, own_identity, without_token
+from linkcpp.cli.join_token import credentials_of, own_identity
 from linkcpp.cli.output import console, status_console
+from linkcpp.cli.own_command import print_own_unit
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import node_url
 from linkcpp.cluster.identity import Identity
@@ -22,7 +22,6 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.installation import needing_extra
 from linkcpp.common.logs import log_as_json
 from linkcpp.common.paths import data_folder
-from linkcpp.common.service import systemd_unit
 from linkcpp.common.sockets import listen
 from linkcpp.gateway.registration import stay_registered
 from linkcpp.gateway.relay import Relay
@@ -87,7 +86,7 @@ def gateway(
     credentials = credentials_of(hub, token, identity, roles=(Role.GATEWAY,), plain=plain)
     _check_role(credentials)
     if unit:
-        _print_unit()
+        print_own_unit("gateway", "linkcpp gateway of a hub")
         return
     log_as_json()
     _see_descriptors()
@@ -168,10 +167,3 @@ def _see_descriptors() -> None:
         logging.getLogger(__name__).warning(
             "the system lets this process have %d sockets, enough for %d edges", most, most // 2
         )
-
-
-def _print_unit() -> None:
-    words = [word for word in without_token(sys.argv[1:]) if word != "--systemd-unit"]
-    command = [sys.executable, "-m", "linkcpp.cli.main", *words]
-    text = systemd_unit("gateway", "linkcpp gateway of a hub", command)
-    console().print(text, end="", soft_wrap=True)

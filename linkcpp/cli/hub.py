@@ -1,6 +1,5 @@
 """``linkcpp hub``: the hub itself, and what its operator or an admin asks of it."""
 
-import sys
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -17,11 +16,11 @@ from linkcpp.cli.hub_access import (
     print_taken_away,
 )
 from linkcpp.cli.hub_report import print_nodes
-from linkcpp.cli.output import console, print_json
+from linkcpp.cli.output import print_json
+from linkcpp.cli.own_command import print_own_unit
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.installation import needing_extra
-from linkcpp.common.service import systemd_unit
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.records import NodeList, RegisteredNode
 from linkcpp.registry.trust import DEFAULT_HUB_PORT
@@ -66,10 +65,7 @@ def hub(
     if database is not None:
         _check_no_password(context, database, is_for_unit=unit)
     if unit:
-        words = [word for word in sys.argv[1:] if word != "--systemd-unit"]
-        command = [sys.executable, "-m", "linkcpp.cli.main", *words]
-        text = systemd_unit("hub", "linkcpp hub", command)
-        console().print(text, end="", soft_wrap=True)
+        print_own_unit("hub", "linkcpp hub")
         return
     # Only here: the verbs below, which make one call, need not load a database and a framework.
     with needing_extra("hub", "hub"):

@@ -2,16 +2,16 @@
 
 import asyncio
 import contextlib
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from linkcpp.cli.join_token import credentials_of, own_identity, without_token
+from linkcpp.cli.join_token import credentials_of, own_identity
 from linkcpp.cli.log_format import LogFormatOption
 from linkcpp.cli.node_run import check_options, look_at_machine, serve
 from linkcpp.cli.output import console, status_console
+from linkcpp.cli.own_command import print_own_unit
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
 from linkcpp.cluster.identity import Identity
@@ -20,7 +20,6 @@ from linkcpp.cluster.token import load_token, make_challenge
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.logs import LogFormat, choose_format, log_for_people
 from linkcpp.common.paths import expand_home
-from linkcpp.common.service import systemd_unit
 from linkcpp.common.sockets import listen
 from linkcpp.common.units import parse_bytes
 from linkcpp.node.agent import AgentOptions, NodeAgent
@@ -125,7 +124,7 @@ def join(
     with the defaults again.
     """
     if unit:
-        _print_unit()
+        print_own_unit("join", "linkcpp, joined to a hub")
         return
     identity = own_identity(name, url)
     given = JoinOptions(
@@ -213,13 +212,6 @@ def _agent_token() -> str:
         return load_token()
     except LinkcppError:
         return make_challenge()
-
-
-def _print_unit() -> None:
-    words = [word for word in without_token(sys.argv[1:]) if word != "--systemd-unit"]
-    command = [sys.executable, "-m", "linkcpp.cli.main", *words]
-    text = systemd_unit("join", "linkcpp, joined to a hub", command)
-    console().print(text, end="", soft_wrap=True)
 
 
 def _tell_what_next(credentials: HubCredentials) -> None:

@@ -3,12 +3,12 @@
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
 from linkcpp.cli.output import working
+from linkcpp.cli.own_command import own_command
 from linkcpp.cluster.config import load_config
 from linkcpp.cluster.identity import Identity, load_identity
 from linkcpp.common.errors import LinkcppError
@@ -110,17 +110,4 @@ def restart_without_token() -> None:
     environment = {key: value for key, value in os.environ.items() if key != TOKEN_VARIABLE}
     sys.stdout.flush()
     sys.stderr.flush()
-    command = [sys.executable, "-m", "linkcpp.cli.main", *without_token(sys.argv[1:])]
-    os.execve(sys.executable, command, environment)  # noqa: S606 - this very program
-
-
-def without_token(words: Sequence[str]) -> list[str]:
-    """Return the words of a command without ``--token`` and its value. Pure."""
-    kept: list[str] = []
-    given = iter(words)
-    for word in given:
-        if word == "--token":
-            next(given, None)
-        elif not word.startswith("--token="):
-            kept.append(word)
-    return kept
+    os.execve(sys.executable, own_command(), environment)  # noqa: S606 - this very program

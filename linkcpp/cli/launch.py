@@ -2,7 +2,6 @@
 
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +12,14 @@ from rich.text import Text
 
 from linkcpp.cli.log_format import LogFormatOption
 from linkcpp.cli.output import chat_sentence, console, print_json, status_console, task_name
+from linkcpp.cli.own_command import LINKCPP
 from linkcpp.cli.plan_files import load_plan
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.addresses import own_addresses
 from linkcpp.cluster.config import load_config, node_url, parse_node_url
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.logs import LogFormat, choose_format
-from linkcpp.common.service import service_environment
+from linkcpp.common.systemd import systemd_unit
 from linkcpp.common.units import format_bytes, format_percent, parse_bytes, parse_percent
 from linkcpp.engine.check import choose_engine
 from linkcpp.launch.folder import DeploymentFolder
@@ -31,7 +31,6 @@ from linkcpp.launch.records import (
     LaunchRequest,
     Phase,
 )
-from linkcpp.launch.rendering import systemd_unit
 from linkcpp.launch.start import make_request, prepared, start_detached, states_until_up
 from linkcpp.launch.stopping import stop_deployment
 from linkcpp.launch.supervisor import log_to, run_until_stopped
@@ -321,7 +320,7 @@ def _shell_words(command: tuple[str, ...]) -> str:
 
 
 def _unit(request: LaunchRequest, plan_file: Path) -> str:
-    command = [sys.executable, "-m", "linkcpp.cli.main", "launch", str(plan_file.absolute())]
+    command = [*LINKCPP, "launch", str(plan_file.absolute())]
     command += ["--foreground", "--name", request.name, "--model", request.model_path]
     command += ["--host", request.host, "--port", str(request.port)]
     if request.api_key_file:
@@ -337,9 +336,5 @@ def _unit(request: LaunchRequest, plan_file: Path) -> str:
         command += ["--node", url]
     if not request.use_mdns:
         command += ["--no-mdns"]
-    return systemd_unit(
-        name=request.name,
-        command=command,
-        environment=service_environment(),
-        own_templates=request.templates_folder,
-    )
+    what = f"linkcpp deployment {request.name}"
+    return systemd_unit(request.name, what, command, own_templates=request.templates_folder)

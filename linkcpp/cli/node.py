@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,14 +10,14 @@ import typer
 
 from linkcpp.cli.log_format import LogFormatOption
 from linkcpp.cli.node_run import check_options, look_at_machine, serve
-from linkcpp.cli.output import console, status_console, working
+from linkcpp.cli.output import status_console, working
+from linkcpp.cli.own_command import print_own_unit
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
 from linkcpp.cluster.identity import host_name, load_identity
 from linkcpp.cluster.limits import usable_cores
 from linkcpp.cluster.token import find_token, token_path
 from linkcpp.common.logs import LogFormat, choose_format, log_for_people
-from linkcpp.common.service import systemd_unit
 from linkcpp.common.sockets import listen
 from linkcpp.common.units import parse_bytes
 from linkcpp.node.agent import AgentOptions, NodeAgent
@@ -83,8 +82,7 @@ def node(
     smaller by what its plan says and by what its rpc-server takes for itself.
     """
     if unit:
-        text = systemd_unit("node", "linkcpp node agent", _unit_command())
-        console().print(text, end="", soft_wrap=True)
+        print_own_unit("node", "linkcpp node agent")
         return
     config = load_config()
     limit = parse_bytes(memory) if memory is not None else config.memory_limit_bytes
@@ -128,9 +126,3 @@ def _wait_for_token() -> str:
         while (token := find_token()) is None:
             time.sleep(_TOKEN_SECONDS)
     return token
-
-
-def _unit_command() -> list[str]:
-    """Return this very command, without the option that prints the unit."""
-    words = [word for word in sys.argv[1:] if word != "--systemd-unit"]
-    return [sys.executable, "-m", "linkcpp.cli.main", *words]

@@ -1,21 +1,16 @@
-"""Templates -> command lines and files. The plan alone decides placement."""
+"""Templates -> the command line of llama-server. The plan alone decides placement."""
 
 import os
 import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import jinja2
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import expand_home
-from linkcpp.common.resources import resource_folder
-from linkcpp.common.systemd import quoted
+from linkcpp.common.templates import render
 
 LLAMA_SERVER_TEMPLATE = "llama-server.args.j2"
-SYSTEMD_TEMPLATE = "systemd/linkcpp-deployment.service.j2"
 
 # Options of llama-server that decide what lies where or how much memory it takes; a template that
 # sets one of them would make the plan untrue.
@@ -45,31 +40,6 @@ def templates_folder(chosen: str | None) -> Path | None:
             hint="Name a folder that holds templates, or leave the option away.",
         )
     return folder
-
-
-def render(template: str, values: dict[str, Any], *, own_templates: str | None) -> str:
-    """Fill a template in; a file of the user's folder goes before the one that ships.
-
-    Raises:
-        LinkcppError: the template names a value that does not exist, or is not valid Jinja.
-    """
-    folders = [own_templates] if own_templates else []
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([*folders, resource_folder("templates")]),
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,  # noqa: S701 - command lines and unit files, never HTML
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    try:
-        return environment.get_template(template).render(values)
-    except jinja2.TemplateError as error:
-        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise LinkcppError(
-            f"The template {template}{line} cannot be filled in: {error}.",
-            hint=f"Compare it with {resource_folder('templates') / template}.",
-        ) from error
 
 
 def llama_server_command(
@@ -140,19 +110,3 @@ def _refuse_without_key(command: tuple[str, ...], key_file: str) -> None:
             hint="Add the lines --api-key-file and {{ api.key_file }}: without them every user of "
             "this machine may use llama-server past the API.",
         )
-
-
-def systemd_unit(
-    *,
-    name: str,
-    command: Sequence[str],
-    environment: dict[str, str],
-    own_templates: str | None = None,
-) -> str:
-    """Return a systemd unit that runs ``command`` for the deployment ``name``."""
-    values = {
-        "deployment": {"name": name},
-        "command": " ".join(quoted(word) for word in command),
-        "environment": [quoted(f"{key}={value}") for key, value in environment.items()],
-    }
-    return render(SYSTEMD_TEMPLATE, values, own_templates=own_templates)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from linkcpp.cli.join_token import read_join_token, without_token
+from linkcpp.cli.join_token import read_join_token
+from linkcpp.cli.own_command import without_token
 from linkcpp.common.errors import EXIT_NOT_NOW, LinkcppError
 
 

@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from linkcpp.common.resources import resource_folder
-from linkcpp.common.service import service_environment, systemd_unit
-from linkcpp.launch.rendering import systemd_unit as deployment_unit
+from linkcpp.common.systemd import systemd_unit
 from tests.internet.web import certificates, nginx_configuration
 
 TEMPLATES = resource_folder("templates")
@@ -158,20 +157,16 @@ def test_nginx_takes_its_file(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_systemd_takes_the_units(tmp_path: Path) -> None:
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     program = shutil.which("systemd-analyze")
     if program is None:
         pytest.skip("systemd is not installed")
     command = [sys.executable, "-m", "linkcpp", "hub", "--data", f"{tmp_path}/50% of $HOME"]
     environment = {"LINKCPP_HOME": "/srv/a b"}
-    units = {
-        "hub": systemd_unit("hub", "linkcpp hub", command, environment),
-        "model": deployment_unit(name="model", command=command, environment=environment),
-    }
-    for name, text in units.items():
-        (tmp_path / f"linkcpp-{name}.service").write_text(text)
+    unit = tmp_path / "linkcpp-hub.service"
+    unit.write_text(systemd_unit("hub", "linkcpp hub", command, environment))
     done = subprocess.run(
-        [program, "verify", "--man=no", *map(str, tmp_path.glob("*.service"))],
+        [program, "verify", "--man=no", str(unit)],
         capture_output=True,
         text=True,
         check=False,
@@ -188,5 +183,6 @@ def test_a_service_has_the_settings_of_who_prints_its_unit_but_no_password() -> 
         "LINKCPP_DATABASE": "postgresql+psycopg://linkcpp@database/linkcpp",
         "LINKCPP_JOIN_TOKEN": "lcj_secret",
     }
-    given = service_environment(environment)
-    assert given.keys() == environment.keys() - {"HTTPS_PROXY", "LINKCPP_JOIN_TOKEN"}
+    unit = systemd_unit("hub", "linkcpp hub", ["linkcpp"], environment)
+    given = set(re.findall(r"^Environment=\"?(\w+)=", unit, re.MULTILINE))
+    assert given == environment.keys() - {"HTTPS_PROXY", "LINKCPP_JOIN_TOKEN"}

@@ -155,6 +155,9 @@ def test_a_systemd_unit_runs_this_launch_in_the_foreground(swarm: Swarm, plan: P
     assert str(plan) in line
     assert "--foreground" in line
     assert f"LINKCPP_HOME={swarm.home}" in unit
+    # It outlives the login and gets no further rights, like every service of linkcpp.
+    assert "enable-linger" in unit
+    assert "NoNewPrivileges=yes" in unit
 
 
 def test_a_plan_for_one_machine_needs_neither_nodes_nor_a_token(

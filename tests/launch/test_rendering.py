@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.launch.rendering import llama_server_command, systemd_unit, templates_folder
+from linkcpp.launch.rendering import llama_server_command, templates_folder
 
 PLACEMENT = ("-ngl", "20", "--rpc", "127.0.0.1:4001", "--device", "RPC0", "-c", "4096")
 
@@ -96,16 +96,6 @@ def test_the_templates_folder_is_taken_from_the_environment(
     assert templates_folder(None) == tmp_path
     with pytest.raises(LinkcppError, match="does not exist"):
         templates_folder(str(tmp_path / "nowhere"))
-
-
-def test_a_systemd_unit_quotes_what_systemd_would_expand() -> None:
-    unit = systemd_unit(
-        name="smol",
-        command=("/usr/bin/linkcpp", "launch", "/plans/100% mine/$p.json", "--foreground"),
-        environment={"LINKCPP_HOME": "/home/a b"},
-    )
-    assert 'ExecStart=/usr/bin/linkcpp launch "/plans/100%% mine/$$p.json" --foreground' in unit
-    assert 'Environment="LINKCPP_HOME=/home/a b"' in unit
 
 
 def test_the_home_of_a_user_that_there_is_not_is_one_sentence() -> None:

@@ -15,8 +15,8 @@ from linkcpp.cluster.records import NodeRecord
 from linkcpp.cluster.token import create_token, find_token, token_path
 from linkcpp.common.errors import EXIT_NOT_NOW, LinkcppError
 from linkcpp.common.request_ids import begin_request
-from linkcpp.common.service import systemd_unit
 from linkcpp.common.sockets import listen
+from linkcpp.common.systemd import systemd_unit
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.records import EngineLocation
 from linkcpp.node.agent import engine_or_problem
