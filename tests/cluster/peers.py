@@ -127,7 +127,7 @@ async def served(peer: Peer, host: str = "127.0.0.1") -> AsyncIterator[str]:
         peer.app(), log_config=None, lifespan="off", timeout_graceful_shutdown=0
     )
     server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     with free_socket(host) as opened:
         opened.listen()
         peer.port = opened.getsockname()[1]

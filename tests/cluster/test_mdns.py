@@ -8,7 +8,13 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zeroconf import DNSAddress, DNSOutgoing, DNSPointer, DNSService, DNSText
+from zeroconf import (  # type: ignore[attr-defined]  # they are there, and not in its __all__
+    DNSAddress,
+    DNSOutgoing,
+    DNSPointer,
+    DNSService,
+    DNSText,
+)
 
 from linkcpp.cluster.addresses import MOST_ADDRESSES, host_of, own_addresses, reachable_hosts
 from linkcpp.cluster.mdns import (

@@ -5,7 +5,7 @@ matrix is ``pytest tests/dispatch/test_architectures.py --full-matrix``.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from tests.dispatch.test_exactness import even_shares, swarm, uneven_overlapping
 from tests.support import models
 from tests.support.swarm import Server, as_json, running_llama_server
 
-MIXTURES = {
+MIXTURES: dict[str, Callable[[], Path]] = {
     "smollm2": lambda: models.smollm2_mixture(8),
     "qwen3moe": models.qwen3moe,
     "qwen35moe": models.qwen35moe,
@@ -25,7 +25,7 @@ MIXTURES = {
     "gpt-oss": models.gpt_oss,
     "deepseek2": models.deepseek2,
 }
-SHARES = {
+SHARES: dict[str, Callable[[Path], list[list[Segment]]]] = {
     "1 worker": lambda model: even_shares(model, 1),
     "2 workers": lambda model: even_shares(model, 2),
     "3 uneven": uneven_overlapping_shares,

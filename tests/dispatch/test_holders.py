@@ -25,7 +25,7 @@ def silent_workers(count: int) -> Iterator[list[WorkerAddress]]:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0)))
                      for _ in range(count)]  # fmt: skip
         yield [
-            WorkerAddress(f"silent {number}", *listener.getsockname(), "token")
+            WorkerAddress(f"silent {number}", "127.0.0.1", listener.getsockname()[1], "token")
             for number, listener in enumerate(listeners)
         ]
 

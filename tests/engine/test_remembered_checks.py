@@ -59,9 +59,12 @@ def test_a_check_is_made_again_on_another_cpu(
     check_engine(stock_engine)
     checks: list[EngineLocation] = []
     whole = check.examine_engine
-    monkeypatch.setattr(
-        check, "examine_engine", lambda location: checks.append(location) or whole(location)
-    )
+
+    def examine(location: EngineLocation) -> object:
+        checks.append(location)
+        return whole(location)
+
+    monkeypatch.setattr(check, "examine_engine", examine)
     check_engine(stock_engine)
     assert not checks
     monkeypatch.setattr(check, "cpu_flags", lambda: frozenset({"fpu"}))

@@ -71,7 +71,7 @@ async def test_requests_that_ask_for_no_websocket_are_refused(
 ) -> None:
     headers = {**UPGRADE, **change}
     async with http(gateway) as client:
-        encoded = {key: value.encode("latin-1") for key, value in headers.items()}
+        encoded = {key.encode(): value.encode("latin-1") for key, value in headers.items()}
         answer = await client.get(RELAY_PATH, headers=encoded)
     assert answer.status_code == status
     assert answer.json()["code"]

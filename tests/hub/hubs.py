@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import httpx
 
-from linkcpp.cluster.records import NodeDevice, NodeRecord
+from linkcpp.cluster.records import NodeDevice, NodeId, NodeRecord
 from linkcpp.common.access import RateLimit
 from linkcpp.common.sockets import listen
 from linkcpp.hub.app import create_app
@@ -51,7 +51,7 @@ class Clock:
 class Machine(NamedTuple):
     """A machine that joined."""
 
-    node_id: str
+    node_id: NodeId
     name: str
     keys: MachineKeys
     client: HubClient
@@ -131,7 +131,7 @@ class RunningHub(NamedTuple):
             hub_id=credentials.hub_id,
         )
         self.clients.append(client)
-        return Machine(body.node_id, name, keys, client, answer.node_token.token)
+        return Machine(NodeId(body.node_id), name, keys, client, answer.node_token.token)
 
     async def online_node(self, name: str = "attic", **state: object) -> Machine:
         node = await self.machine(Role.NODE, name=name)

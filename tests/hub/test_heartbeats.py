@@ -130,7 +130,13 @@ async def test_of_what_is_written_at_once_of_a_node_the_last_counts(hub: Running
     plain, whole = (HeartbeatRow(node.node_id, 5.0, 1, told) for told in (None, state))
     leave = LeaveRow(node.node_id, 5.0)
     seen = []
-    for rows in ((plain, leave), (leave, whole, plain), (whole, leave, leave), (leave, plain)):
+    orders: list[list[HeartbeatRow | LeaveRow]] = [
+        [plain, leave],
+        [leave, whole, plain],
+        [whole, leave, leave],
+        [leave, plain],
+    ]
+    for rows in orders:
         async with asyncio.timeout(20):
             await asyncio.gather(*map(hub.hub.writer.heartbeat, rows))
         seen.append((await backbone.client.node(node.node_id)).has_left)

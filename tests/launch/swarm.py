@@ -193,7 +193,7 @@ class Swarm:
 
 
 def wait_until(
-    condition: Callable[[], Any], process: "subprocess.Popen[bytes] | None" = None
+    condition: Callable[[], Any], process: "subprocess.Popen[Any] | None" = None
 ) -> None:
     """Wait until something is true; a process that it depends on must live meanwhile."""
     deadline = time.monotonic() + START_SECONDS

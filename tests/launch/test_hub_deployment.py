@@ -69,11 +69,12 @@ def test_all_weights_come_from_the_hub_and_the_answer_is_that_of_one_process(
 def test_a_node_that_was_killed_is_not_counted_on_though_its_hub_just_heard_of_it(
     swarm: Swarm, tmp_path: Path
 ) -> None:
-    def statuses() -> dict[str, str]:
-        found = swarm.run("discover", "--hub", hub.url, "--no-mdns", "--json").json["nodes"]
-        return {node["name"]: node["status"] for node in found}
-
     with hub_process(tmp_path) as hub:
+
+        def statuses() -> dict[str, str]:
+            found = swarm.run("discover", "--hub", hub.url, "--no-mdns", "--json").json["nodes"]
+            return {node["name"]: node["status"] for node in found}
+
         hub.join()
         engine = prebuilt_engine()
         with hub.node(tmp_path / "attic", engine) as attic:

@@ -13,6 +13,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.sockets import listen
 from linkcpp.gateway.relay import Relay
 from linkcpp.gateway.serving import serve_gateway
+from linkcpp.link.accepted import AgentTokens
 from linkcpp.link.acceptor import EdgeAcceptor
 from linkcpp.link.endpoint import EdgeEndpoint
 from linkcpp.link.offers import Dialled, EdgeEndedError
@@ -160,7 +161,7 @@ async def gateways(hub: HubOfTest, count: int = 1) -> AsyncIterator[list[Gateway
 async def accepting(
     hub: HubOfTest,
     agent_port: int,
-    tokens: set[str] | None = None,
+    tokens: AgentTokens | None = None,
     *,
     times: EdgeTimes = QUICK,
     limits: EdgeLimits | None = None,

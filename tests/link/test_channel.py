@@ -177,7 +177,7 @@ async def test_a_flood_of_pings_is_bounded() -> None:
         for number in range(1000):
             ping = struct.pack("<BQ", RecordType.PING, number)
             pair.transports[1]._outbox.put_nowait(ciphers.encrypt(ping))
-        pair.channels[0]._transport = StalledTransport(pair.channels[0]._transport)  # type: ignore[arg-type]
+        pair.channels[0]._transport = StalledTransport(pair.channels[0]._transport)  # type: ignore[assignment]
         await pair.channels[0].ended
         assert len(pair.channels[0]._control) < 100
 

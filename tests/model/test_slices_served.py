@@ -1,6 +1,7 @@
 """A hollow backbone and workers that have only their slices: the bits of the whole model."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.support.swarm import (
 )
 
 PROMPT = "the of and to in a is that it for on was with"
-MODELS = {
+MODELS: dict[str, tuple[Callable[[], Path], tuple[str, ...]]] = {
     "gpt-oss": (gpt_oss, ("all:0-2,7", "all:3-6")),
     "qwen35moe": (qwen35moe, ("all:1-5", "all:0,6-31")),
     "smollm2": (lambda: smollm2_mixture(8), ("all:0-3", "0-14:4-7", "15-29:4-7")),

@@ -13,6 +13,7 @@ from websockets.exceptions import InvalidStatus
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.cluster.token import health_proof, make_challenge
 from linkcpp.common import serving
+from linkcpp.common.access import RateLimit
 from linkcpp.common.logs import REQUEST_LOGGER
 from linkcpp.common.records import ErrorBody
 from linkcpp.engine.records import EngineLocation, EngineProblem
@@ -346,14 +347,14 @@ async def test_many_failures_from_one_address_are_turned_away_faster(node: Runni
 
 
 def test_the_failures_of_many_addresses_take_bounded_memory() -> None:
-    limit = access.RateLimit(tries=1, most_addresses=8, clock=lambda: 0.0)
+    limit = RateLimit(tries=1, most_addresses=8, clock=lambda: 0.0)
     for number in range(1000):
         limit.take(f"10.0.{number // 256}.{number % 256}")
     assert len(limit._buckets) == 8
 
 
 def test_one_ipv6_network_is_one_address() -> None:
-    limit = access.RateLimit(tries=1, clock=lambda: 0.0)
+    limit = RateLimit(tries=1, clock=lambda: 0.0)
     assert limit.take("2001:db8::1") is None
     assert limit.take("2001:db8::2") is not None
     assert limit.take("2001:db8:0:1::1") is None

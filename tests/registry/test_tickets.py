@@ -63,7 +63,7 @@ def test_a_token_opens_no_relay_and_a_ticket_no_hub() -> None:
     [
         sign_edge_ticket(Ed25519PrivateKey.generate(), edge_claims()),
         sign_edge_ticket(KEY, edge_claims(iss=NODE_ID)),
-        jwt.encode({**edge_claims().model_dump(mode="json"), "aud": "linkcpp-edge"}, None, "none"),
+        jwt.encode({**edge_claims().model_dump(mode="json"), "aud": "linkcpp-edge"}, "", "none"),
         jwt.encode(
             {**edge_claims().model_dump(mode="json"), "aud": "linkcpp-edge"},
             KEY.public_key().public_bytes_raw().hex(),

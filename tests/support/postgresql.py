@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psycopg
 
@@ -51,7 +51,7 @@ def postgresql_programs() -> Path:
 def private_postgresql(*options: str) -> Iterator[PostgresqlServer]:
     """Run a server as an unprivileged user; ``options`` are settings, like ``fsync=off``."""
     programs = postgresql_programs()
-    account: dict[str, object] = {}
+    account: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="linkcpp-pg-") as name:
         folder = Path(name)
         if os.geteuid() == 0:  # the server refuses to run as root

@@ -70,6 +70,7 @@ def test_no_value_is_overwritten_before_its_last_reader(gathers_rows: bool) -> N
         for number, step in enumerate(chain.steps):
             slot = slots.of_step[number]
             for source in step.sources:
+                place: int | None
                 if source.kind == SourceKind.STEP:
                     place, value = values[source.index]
                 else:

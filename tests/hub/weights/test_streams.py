@@ -5,7 +5,7 @@ import gzip
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -289,7 +289,7 @@ def test_a_machine_that_is_revoked_while_its_slice_is_planned_is_sent_nothing(
         ThreadPoolExecutor(1) as pool,
     ):
         answer = pool.submit(get, hub, SLICE)
-        wait_until(lambda: asked)
+        wait_until(lambda: bool(asked))
         hub.call_in_loop(hub.downloads.end_all_of, "node")
         go_on.set()
         assert (answer.result().status_code, answer.result().json()["code"]) == (403, "revoked")
@@ -305,7 +305,7 @@ def test_no_more_slices_are_planned_than_downloads_may_run(
         ThreadPoolExecutor(1) as pool,
     ):
         first = pool.submit(get, hub, SLICE)
-        wait_until(lambda: asked)
+        wait_until(lambda: bool(asked))
         second = get(hub, "/v1/models/m/slice?segments=0:0")
         assert (second.status_code, second.json()["code"]) == (503, "too_many_downloads")
         assert asked == [CHOSEN]
@@ -376,9 +376,9 @@ def begin_download(hub: SmallHub) -> socket.socket:
     return connection
 
 
-def wait_until(is_so: object) -> None:
+def wait_until(is_so: Callable[[], bool]) -> None:
     for _ in range(3000):
-        if is_so():  # type: ignore[operator]
+        if is_so():
             return
         time.sleep(0.01)
     raise AssertionError("it never became so")
