@@ -23,12 +23,12 @@ import httpx
 from linkcpp.cluster.token import load_token
 from linkcpp.common.sockets import free_port
 from linkcpp.engine.check import choose_engine
-from linkcpp.engine.rpc_client import RpcClient
 from linkcpp.engine.rpc_server import start_rpc_server
 from linkcpp.engine.wire_tensor import empty_tensors
 from linkcpp.node.client import NodeClient
 from linkcpp.node.records import ServerRequest
 from linkcpp.node.tunnel import Tunnel
+from tests.support.rpc_client import RpcClient
 
 PIECE_BYTES = 64 * 2**20
 ROUND_TRIPS = 1000

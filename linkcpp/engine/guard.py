@@ -52,14 +52,11 @@ class MemoryAccount:
 
     ``allocated_bytes`` counts buffers. ``tensor_bytes`` counts what was written into buffers that
     are still held, before the link's first graph: the weights, not the inputs of each token.
-    ``hash_hits`` counts tensors that the server took from its own cache.
     """
 
     memory_bytes: int
     allocated_bytes: int = 0
     tensor_bytes: int = 0
-    hash_hits: int = 0
-    refused_bytes: int = 0
 
 
 class Flow(NamedTuple):
@@ -296,7 +293,6 @@ class LinkGuard:
         account = self._account
         fits = account.allocated_bytes + size_bytes <= account.memory_bytes
         if not fits or len(self._buffers) >= _MOST_BUFFERS:
-            account.refused_bytes += size_bytes
             return _Owed(Command.ALLOC_BUFFER, own_answer=_NO_BUFFER)
         account.allocated_bytes += size_bytes
         self._reserved_bytes += size_bytes
@@ -338,7 +334,6 @@ class LinkGuard:
             self._buffers[allocated.buffer] = _HeldBuffer(size_bytes)
 
     def _count_hash_hit(self, tensor: bytes) -> None:
-        self._account.hash_hits += 1
         record = parse_tensors(tensor)[0]
         # The outermost stride times its count spans any contiguous tensor, quantized or not.
         size_bytes = int(record["nb"][3]) * int(record["ne"][3])

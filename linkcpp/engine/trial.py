@@ -20,12 +20,13 @@ from linkcpp.engine.problems import crashed, no_rpc, problem_of_exit, timed_out
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec, ProcessState
 from linkcpp.engine.records import EngineLocation, EngineProblem, RpcVersion
-from linkcpp.engine.rpc_client import read_hello
 from linkcpp.engine.tiny_model import LAYER_COUNT, tiny_model
-from linkcpp.engine.wire import WireError
+from linkcpp.engine.wire import ANSWER_SIZE, DIALECT_7, Command, WireError, encode_request
+from linkcpp.engine.wire_messages import PLAIN_TCP, parse_hello_answer
 
 _LOOPBACK = "127.0.0.1"
 _TRIES = 3
+_HELLO_ANSWER_BYTES = DIALECT_7.answer_bytes[Command.HELLO]
 _POLL_SECONDS = 0.03
 # An rpc-server that dies takes the llama-server with it, which may be noticed a moment earlier.
 _SETTLE_SECONDS = 0.3
@@ -75,6 +76,33 @@ async def _try_again(
         if trial.problem is None or not run.lost_a_port():
             break
     return trial
+
+
+async def read_hello(host: str, port: int, timeout_seconds: float = 10.0) -> RpcVersion:
+    """Ask an idle rpc-server for its protocol version, also one that linkcpp does not speak.
+
+    Raises:
+        WireError: nothing answers there, or it does not speak ggml-RPC.
+    """
+    address = f"{host}:{port}"
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(encode_request(Command.HELLO, PLAIN_TCP))
+                (size_bytes,) = ANSWER_SIZE.unpack(await reader.readexactly(ANSWER_SIZE.size))
+                if size_bytes != _HELLO_ANSWER_BYTES:
+                    told = f"{size_bytes} bytes instead of {_HELLO_ANSWER_BYTES}"
+                    raise WireError(f"{address} answered HELLO with {told}.")
+                return parse_hello_answer(await reader.readexactly(size_bytes))
+            finally:
+                writer.close()
+    except TimeoutError as error:
+        raise WireError(f"{address} did not answer HELLO within {timeout_seconds:g} s.") from error
+    except asyncio.IncompleteReadError as error:
+        raise WireError(f"{address} closed the connection at HELLO.") from error
+    except OSError as error:
+        raise WireError(f"Cannot connect to {address}: {error.strerror or error}.") from error
 
 
 class _Failed(Exception):  # noqa: N818 - a finding about the engine, not an error here

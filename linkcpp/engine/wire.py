@@ -268,11 +268,6 @@ class RequestParser:
         self._stream_bytes = 0
         self._greeted = False
 
-    @property
-    def is_between_messages(self) -> bool:
-        """Whether the stream may end here."""
-        return self._command is None and not self._stream_bytes and self._assembler.is_empty
-
     def feed(self, data: Buffer) -> Iterator[Event]:
         """Yield what ``data`` completes; exhaust the iterator before the next feed.
 
@@ -353,11 +348,6 @@ class AnswerParser:
         self._due: deque[tuple[Command, int]] = deque()
         self._has_header = False
         self._stream_bytes = 0
-
-    @property
-    def due_count(self) -> int:
-        """How many answers have not fully arrived."""
-        return len(self._due) + bool(self._stream_bytes)
 
     def expect(self, command: Command, payload_bytes: int) -> None:
         """Announce an answer of exactly ``payload_bytes``."""

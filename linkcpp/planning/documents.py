@@ -1,15 +1,12 @@
-"""Plans as text, and whether a plan is for this model and these nodes."""
+"""Plans as text, and whether a plan is for this model."""
 
 import json
-from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from linkcpp.cluster.records import DiscoveredNode
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.records import ModelInventory
-from linkcpp.planning.offers import is_usable
-from linkcpp.planning.records import SCHEMA_VERSION, ExpertShare, Plan, Stage
+from linkcpp.planning.records import SCHEMA_VERSION, Plan
 from linkcpp.planning.sizes import missized
 from linkcpp.planning.soundness import unsound
 
@@ -90,40 +87,3 @@ def _check_identity(plan: Plan, inventory: ModelInventory) -> None:
             f"blocks, {found[2]:,} bytes.",
             hint=f"Plan again for the file: `linkcpp plan --model {inventory.source}`.",
         )
-
-
-def check_plan_nodes(plan: Plan, nodes: Iterable[DiscoveredNode]) -> None:
-    """Refuse a plan of which a node is missing, not ready, or short of what it should hold.
-
-    Raises:
-        LinkcppError: the first such node, by name.
-    """
-    by_id = {node.record.node_id: node for node in nodes if node.record is not None}
-    parts: tuple[Stage | ExpertShare, ...] = (*plan.stages, *plan.expert_shares)
-    for stage in parts:
-        if stage.is_coordinator:
-            continue
-        node = by_id.get(stage.node_id)
-        if node is None or node.record is None:
-            raise LinkcppError(
-                f"The plan needs the node {stage.node_name}, which was not found.",
-                hint="Start `linkcpp node` there, or plan again with the nodes that are here.",
-            )
-        if not is_usable(node.status, plan.mode):
-            raise LinkcppError(
-                f"The plan needs the node {stage.node_name}, which is not ready: "
-                f"{node.reason or node.status.value}.",
-                hint="Mend that, or plan again without it.",
-            )
-        offered = {device.name: device.offered_bytes for device in node.record.devices}
-        if stage.device not in offered:
-            raise LinkcppError(
-                f"The node {stage.node_name} has no device {stage.device} any more.",
-                hint=_MAKE_AGAIN,
-            )
-        if stage.memory.used_bytes > offered[stage.device]:
-            raise LinkcppError(
-                f"The node {stage.node_name} offers {offered[stage.device]:,} bytes on "
-                f"{stage.device} now, and the plan needs {stage.memory.used_bytes:,}.",
-                hint="Free memory there, or plan again.",
-            )

@@ -82,11 +82,6 @@ def list_credentials() -> tuple[HubCredentials, ...]:
     return tuple(_read(path) for path in sorted(_folder().glob("*/credentials.json")))
 
 
-def forget_hub(hub_id: str) -> None:
-    """Delete the credentials of a hub; fine when there are none. Pinned peers stay."""
-    _path(hub_id).unlink(missing_ok=True)
-
-
 def pin_peer(hub_id: str, node_id: str, edge_key: str) -> None:
     """Trust a machine's X25519 key at first sight, and only that one from then on.
 

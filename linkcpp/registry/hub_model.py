@@ -23,7 +23,6 @@ from linkcpp.model.checked_header import checked_architecture
 from linkcpp.model.header import Header, read_header
 from linkcpp.model.parts import ModelFiles, part_urls
 from linkcpp.model.remote import HeaderBytes, LazySource
-from linkcpp.model.slices.hashing import Progress
 from linkcpp.model.slices.layout import CopyJob
 from linkcpp.model.slices.manifest import Manifest
 from linkcpp.model.slices.model_manifest import (
@@ -33,7 +32,7 @@ from linkcpp.model.slices.model_manifest import (
 )
 from linkcpp.model.slices.segments import Segment
 from linkcpp.model.slices.unit_copier import Place, Supply
-from linkcpp.model.slices.writing import SupplyOf, WrittenFile, write_backbone
+from linkcpp.model.slices.writing import SupplyOf
 from linkcpp.model.source import ByteSource
 from linkcpp.model.web_client import new_client, new_direct_client
 from linkcpp.model.web_source import WebSource, public_url
@@ -277,16 +276,3 @@ class HubModel(Closing):
 
 def _segments_query(segments: tuple[Segment, ...]) -> str:
     return f"segments={quote(segments_text(segments), safe=':;,-')}"
-
-
-def fetch_backbone(
-    access: HubAccess, name: str, output: Path, on_progress: Progress
-) -> list[WrittenFile]:
-    """Write the hollow model ``output`` (all its parts) from a hub's model, and resume one.
-
-    Raises:
-        LinkcppError: the hub cannot be reached, a piece is not to be had as its hash tells, or
-            ``output`` cannot be written.
-    """
-    with HubModel(access, name) as model:
-        return write_backbone(model.files, output, on_progress, model.backbone_supply())

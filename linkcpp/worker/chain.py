@@ -28,7 +28,6 @@ UNARY_OPS = frozenset(
     ]
 )  # fmt: skip
 BINARY_OPS = frozenset(("ADD", "SUB", "MUL", "DIV"))
-KNOWN_OPS = UNARY_OPS | BINARY_OPS | {"MUL_MAT_ID", "ADD_ID", "GLU", "VIEW"}
 
 Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
 Parameter = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]

@@ -60,7 +60,6 @@ class WorkerService:
         self._links = ThreadedServer(self._serve_link, MOST_LINKS, _refuse)
         self.failure: LinkcppError | None = None
         self.pair_count = 0
-        self.compute_seconds = 0.0
 
     def serve(self, listener: socket.socket) -> None:
         """Accept links until ``stop`` or a failure of the engine."""
@@ -92,7 +91,6 @@ class WorkerService:
                 raise FrameError(ErrorCode.ENGINE_FAILED, error.message) from error
             seconds = time.perf_counter() - began
             self.pair_count += head.pair_count
-            self.compute_seconds += seconds
         shape = (head.pair_count, chain.output_width)
         return pack_rows(rows, shape, round(seconds * 1e6), head.answer_type)
 

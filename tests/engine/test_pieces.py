@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 
 import psutil
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from linkcpp.engine.guard import MemoryAccount
 from linkcpp.engine.records import EngineLocation
-from linkcpp.engine.rpc_client import RpcClient
 from linkcpp.engine.rpc_server import start_rpc_server
 from linkcpp.engine.wire import (
     DIALECT_4,
@@ -18,6 +18,7 @@ from linkcpp.engine.wire import (
     Dialect,
     Message,
     RequestParser,
+    WireError,
     encode_answer,
     encode_request,
 )
@@ -32,6 +33,7 @@ from linkcpp.engine.wire_tensor import empty_tensors
 from tests.engine.test_guard import holding, tensor
 from tests.support.guarded_relay import guarded_relay
 from tests.support.memory import peak_bytes
+from tests.support.rpc_client import RpcClient
 
 DIALECTS = st.sampled_from([DIALECT_4, DIALECT_7])
 
@@ -85,7 +87,8 @@ def test_the_answers_to_the_pieces_of_a_read_arrive_as_one(
         flow = guard.from_server(encode_answer(answer))
         received += b"".join(flow.to_client)
     assert received == encode_answer(content)
-    assert guard._answers.due_count == 0
+    with pytest.raises(WireError, match="nothing asked for"):
+        guard.from_server(encode_answer(b""))
 
 
 async def test_a_real_server_takes_a_tensor_in_pieces_and_stages_little(

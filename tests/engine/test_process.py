@@ -25,9 +25,9 @@ from linkcpp.engine.process_spec import (
     RestartPolicy,
 )
 from linkcpp.engine.records import EngineLocation
-from linkcpp.engine.rpc_client import RpcClient
 from linkcpp.engine.rpc_server import rpc_server_spec, start_rpc_server
 from tests.support.ports import free_port
+from tests.support.rpc_client import RpcClient
 
 QUICK = RestartPolicy(limit=2, first_delay_seconds=0.01, largest_delay_seconds=0.02)
 SUPERVISOR = Path(__file__).parents[1] / "support" / "supervisor.py"

@@ -17,7 +17,6 @@ from websockets.exceptions import ConnectionClosed
 from linkcpp.engine import liveness
 from linkcpp.engine import process as process_module
 from linkcpp.engine.records import EngineLocation
-from linkcpp.engine.rpc_client import RpcClient
 from linkcpp.engine.wire import Command, WireError, encode_request
 from linkcpp.engine.wire_messages import PLAIN_TCP
 from linkcpp.engine.wire_tensor import empty_tensors
@@ -36,6 +35,7 @@ from tests.node.agents import MEBIBYTE, RunningAgent, agent_process, running_age
 from tests.node.llama import complete, llama_server, rpc_words, wait_loaded
 from tests.support.memory import peak_bytes
 from tests.support.models import smollm2_path
+from tests.support.rpc_client import RpcClient
 
 
 @pytest.fixture

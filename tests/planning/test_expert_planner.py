@@ -11,7 +11,7 @@ from linkcpp.model.records import LayerKind, ModelInventory, TensorRole
 from linkcpp.node.records import MOST_SEGMENTS as NODE_MOST_SEGMENTS
 from linkcpp.node.records import WORKER_SCRATCH_BYTES as NODE_SCRATCH_BYTES
 from linkcpp.planning.backbone import DISPATCH_MS, WORKER_SCRATCH_BYTES, without_experts
-from linkcpp.planning.documents import check_plan_nodes, parse_plan, plan_text
+from linkcpp.planning.documents import parse_plan, plan_text
 from linkcpp.planning.expert_copies import MOST_SEGMENTS
 from linkcpp.planning.expert_planner import plan_experts
 from linkcpp.planning.offers import remote_offers, usable_nodes
@@ -232,14 +232,6 @@ def test_it_says_when_the_coordinator_cannot_hold_the_backbone() -> None:
     assert shortfall.where == "the coordinator here"
     (remedy,) = caught.value.infeasible.remedies
     assert "coordinator" in remedy.text
-
-
-def test_a_plan_is_checked_against_the_nodes_of_its_shares() -> None:
-    where = twenty_nodes()
-    plan = make_plan(load_model(LARGE), where, options())
-    check_plan_nodes(plan, where.nodes)
-    with pytest.raises(LinkcppError, match="n19"):
-        check_plan_nodes(plan, where.nodes[:19])
 
 
 def test_the_limits_are_those_of_the_nodes() -> None:

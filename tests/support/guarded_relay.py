@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from linkcpp.engine.guard import Flow, GuardError, LinkGuard, MemoryAccount
-from linkcpp.engine.wire import Buffer
+from linkcpp.engine.wire import Buffer, encode_answer
+
+# What a client is told where an allocation is beyond the limit.
+_DENIED = encode_answer(bytes(16))
 
 
 @dataclass
@@ -17,6 +20,7 @@ class GuardedRelay:
     account: MemoryAccount
     refusals: list[str] = field(default_factory=list)
     most_allocated_bytes: int = 0
+    denied_count: int = 0
     link_count: int = 0
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
@@ -38,6 +42,7 @@ async def guarded_relay(
             try:
                 while data := await source.read(1 << 18):
                     flow = take(data)
+                    relay.denied_count += flow.to_client.count(_DENIED)
                     server_writer.writelines(flow.to_server)
                     writer.writelines(flow.to_client)
                     await asyncio.gather(server_writer.drain(), writer.drain())

@@ -55,7 +55,6 @@ class Downloads:
         self._running: set[Download] = set()
         self._reader = ThreadPoolExecutor(_READERS, thread_name_prefix="weights")
         self.sent_bytes = 0
-        self.refused_count = 0
 
     @property
     def running_count(self) -> int:
@@ -80,7 +79,6 @@ class Downloads:
         """Count a download while the block runs; ``None`` where too many run already."""
         is_full = len(self._running) >= self._most
         if is_full or len(self._of(machine)) >= self._most_per_machine:
-            self.refused_count += 1
             yield None
             return
         download = Download(machine)

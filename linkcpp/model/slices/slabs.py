@@ -51,7 +51,6 @@ class ExpertSlabs(Closing):
             self.tensors: tuple[ExpertTensor, ...]
             self.segments: tuple[Segment, ...]
             described = read_slice(self._files.sources[0].name, self._files.headers[0])
-            self.is_slice = described is not None
             if described is None:
                 self._take_model()
             else:

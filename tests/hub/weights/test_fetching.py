@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -15,8 +16,8 @@ from linkcpp.model.slices.segments import Segment, parse_segment
 from linkcpp.model.slices.slabs import ExpertSlabs
 from linkcpp.model.slices.target import Target
 from linkcpp.model.slices.verifying import verify_file
-from linkcpp.model.slices.writing import WrittenFile, choose_segments, write_slice
-from linkcpp.registry.hub_model import HubAccess, HubModel, fetch_backbone
+from linkcpp.model.slices.writing import WrittenFile, choose_segments, write_backbone, write_slice
+from linkcpp.registry.hub_model import HubAccess, HubModel
 from tests.hub.weights.serving import SmallHub, add
 from tests.hub.weights.test_streams import split_model
 from tests.model.test_backbone import emptied
@@ -286,6 +287,13 @@ def test_a_hub_with_another_header_or_without_the_model_is_refused(
         pass
 
 
+def fetch_backbone(
+    access: HubAccess, output: Path, on_progress: Callable[[int], None] = lambda _: None
+) -> list[WrittenFile]:
+    with HubModel(access, "m") as model:
+        return write_backbone(model.files, output, on_progress, model.backbone_supply())
+
+
 @pytest.mark.parametrize("kind", ["one file", "split", "dense"])
 def test_a_hollow_backbone_comes_without_its_holes(kind: str, tmp_path: Path) -> None:
     made = {"one file": qwen3moe, "dense": llama}
@@ -294,7 +302,7 @@ def test_a_hollow_backbone_comes_without_its_holes(kind: str, tmp_path: Path) ->
     done: list[int] = []
     with SmallHub(tmp_path / "models") as hub:
         access = hub.access("backbone-token")
-        written = fetch_backbone(access, "m", tmp_path / "b.gguf", done.append)
+        written = fetch_backbone(access, tmp_path / "b.gguf", done.append)
         assert [file.path.read_bytes() for file in written] == emptied(model)
         copied = sum(part.backbone_bytes for part in entry.model.parts)
         assert sum(done) == copied
@@ -313,10 +321,10 @@ def test_a_backbone_that_was_begun_goes_on_and_is_checked(hub: SmallHub, tmp_pat
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fetch_backbone(hub.access("backbone-token"), "m", output, stop)
+        fetch_backbone(hub.access("backbone-token"), output, stop)
     first = sum(size for path, size in hub.sent if path == "backbone")
     hub.damage["backbone"] = 1
-    (written,) = fetch_backbone(hub.access("backbone-token"), "m", output, lambda _: None)
+    (written,) = fetch_backbone(hub.access("backbone-token"), output)
     assert [written.path.read_bytes()] == emptied(qwen3moe())
     assert written.reused_bytes > 1_000_000
     second = sum(size for path, size in hub.sent if path == "backbone") - first
@@ -330,7 +338,7 @@ def test_a_backbone_from_the_web_takes_only_hashes_from_the_hub(
     entry = add(tmp_path / "models", f"{web.url}/m.gguf")
     before = web.sent_bytes
     with SmallHub(tmp_path / "models") as hub:
-        (written,) = fetch_backbone(hub.access(), "m", tmp_path / "b.gguf", lambda _: None)
+        (written,) = fetch_backbone(hub.access(), tmp_path / "b.gguf")
         assert {kind for kind, _ in hub.sent} == {"m", "header", "manifest"}
     assert [written.path.read_bytes()] == emptied(qwen3moe())
     assert web.sent_bytes - before == entry.model.parts[0].backbone_bytes

@@ -1,4 +1,4 @@
-"""A ggml-RPC client over TCP.
+"""A ggml-RPC client over TCP with every command, for tests of real servers and what is before them.
 
 Never connect to an rpc-server that serves somebody else: it serves one client at a time, and a
 client that leaves while it waits can end the server (``docs/wire.md``). Ask its supervisor instead.
@@ -49,8 +49,8 @@ class RpcClient(AsyncClosing):
         self._address = address
         self._timeout_seconds = timeout_seconds
         self._parser = AnswerParser()
-        self._version: RpcVersion | None = None
-        self._dialect: Dialect | None = None
+        self.version: RpcVersion
+        self.dialect: Dialect
 
     @classmethod
     async def connect(cls, host: str, port: int, *, timeout_seconds: float = 10.0) -> Self:
@@ -59,31 +59,18 @@ class RpcClient(AsyncClosing):
         Raises:
             WireError: nothing answers at the address, or not in a dialect that linkcpp speaks.
         """
-        client = await cls._greet(host, port, timeout_seconds)
-        try:
-            client._dialect = dialect_of(client.version)
-        except WireError:
-            await client.aclose()
-            raise
-        return client
-
-    @classmethod
-    async def _greet(cls, host: str, port: int, timeout_seconds: float) -> Self:
         address = f"{host}:{port}"
         try:
-            async with asyncio.timeout(timeout_seconds):
-                reader, writer = await asyncio.open_connection(host, port)
-        except TimeoutError as error:
-            raise WireError(f"{address} did not accept within {timeout_seconds:g} s.") from error
+            reader, writer = await asyncio.open_connection(host, port)
         except OSError as error:
             raise WireError(f"Cannot connect to {address}: {error.strerror or error}.") from error
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         client = cls(reader, writer, address=address, timeout_seconds=timeout_seconds)
         try:
-            answer = await client._exchange(
-                Command.HELLO, (messages.PLAIN_TCP,), 4 + len(messages.PLAIN_TCP)
-            )
-            client._version = messages.parse_hello_answer(answer)
+            size = 4 + len(messages.PLAIN_TCP)
+            answer = await client._exchange(Command.HELLO, (messages.PLAIN_TCP,), size)
+            client.version = messages.parse_hello_answer(answer)
+            client.dialect = dialect_of(client.version)
         except BaseException:
             await client.aclose()
             raise
@@ -95,18 +82,6 @@ class RpcClient(AsyncClosing):
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(self._timeout_seconds):
                 await self._writer.wait_closed()
-
-    @property
-    def version(self) -> RpcVersion:
-        """What the server told in HELLO."""
-        assert self._version is not None  # noqa: S101 - set before anybody gets the object
-        return self._version
-
-    @property
-    def dialect(self) -> Dialect:
-        """The dialect of the connection."""
-        assert self._dialect is not None  # noqa: S101 - set before anybody gets the object
-        return self._dialect
 
     async def device_count(self) -> int:
         """Return how many devices the server offers."""
@@ -257,14 +232,3 @@ def _index(device: int) -> bytes:
 
 def _pointer(buffer: int) -> bytes:
     return messages.BUFFER_POINTER.build(messages.BufferPointer(buffer))
-
-
-async def read_hello(host: str, port: int, timeout_seconds: float = 10.0) -> RpcVersion:
-    """Ask an idle rpc-server for its protocol version, also one that linkcpp does not speak.
-
-    Raises:
-        WireError: nothing answers there, or it does not speak ggml-RPC.
-    """
-    client = await RpcClient._greet(host, port, timeout_seconds)
-    await client.aclose()
-    return client.version
