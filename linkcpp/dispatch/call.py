@@ -8,18 +8,16 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from linkcpp.dispatch.holder import Holder, LinkState, next_request_number, wait_for_links
 from linkcpp.dispatch.job import Job
 from linkcpp.dispatch.routing import NOBODY, next_holders
+from linkcpp.dispatch.spot_checks import SpotChecks
+from linkcpp.dispatch.swarm_state import SwarmState
 from linkcpp.worker.compute import split_by_expert
 from linkcpp.worker.frames import FrameError, Numbers, Rows
-
-if TYPE_CHECKING:
-    from linkcpp.dispatch.swarm import Swarm
 
 _RETRY_SECONDS = 0.05
 _ALL_EXPERTS = 1 << 30
@@ -45,8 +43,9 @@ def all_finite(values: Rows) -> bool:
 class Call:
     """One job on its way."""
 
-    def __init__(self, swarm: "Swarm", job: Job) -> None:
+    def __init__(self, swarm: SwarmState, spot_checks: SpotChecks, job: Job) -> None:
         self._swarm = swarm
+        self._spot_checks = spot_checks
         self._job = job
         self._flat = job.ids.reshape(-1)
         self._result = np.empty((len(self._flat), job.chain.output_width), np.float32)
@@ -194,7 +193,7 @@ class Call:
             del self._pending[answer.request_id]
             took = time.monotonic() - request.sent_at
             holder.note_answer(len(request.positions), took, answer.compute_us)
-            self._swarm.spot_checks.sample_job(holder, self._job, request.positions, self._result)
+            self._spot_checks.sample_job(holder, self._job, request.positions, self._result)
 
     def _inputs_are_finite(self) -> bool:
         return all(map(all_finite, self._job.inputs))

@@ -3,18 +3,14 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from linkcpp.dispatch.guessing import Guesser
-from linkcpp.dispatch.job import Job
+from linkcpp.dispatch.job import Job, Token
 from linkcpp.dispatch.program import Array, BoundCall, BoundSum, Fetch, ask, read_inputs
-from linkcpp.dispatch.token_call import Token
-
-if TYPE_CHECKING:
-    from linkcpp.dispatch.device import VirtualDevice
-
+from linkcpp.dispatch.shared_device import SharedDevice
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +52,7 @@ class ExpertRunner:
     ``known`` is what the client itself put at an address since its last graph.
     """
 
-    def __init__(self, device: "VirtualDevice") -> None:
+    def __init__(self, device: SharedDevice) -> None:
         self._device = device
         self._guesser = Guesser()
 

@@ -18,7 +18,8 @@ from linkcpp.dispatch.control import NewServer, NewWorker, build_control
 from linkcpp.dispatch.device import VirtualDevice
 from linkcpp.dispatch.failures import FailureLog
 from linkcpp.dispatch.fallback import Fallback
-from linkcpp.dispatch.swarm import Swarm, SwarmOptions
+from linkcpp.dispatch.swarm import Swarm
+from linkcpp.dispatch.swarm_state import SwarmOptions
 from linkcpp.dispatch.tally import kept_tally
 from linkcpp.dispatch.worker_holder import WorkerAddress
 from linkcpp.engine.ops import read_op_table

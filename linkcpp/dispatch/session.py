@@ -4,7 +4,6 @@ import socket
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from linkcpp.dispatch.experts import EarlyResult, ExpertRunner
 from linkcpp.dispatch.memory import (
@@ -21,6 +20,7 @@ from linkcpp.dispatch.program import (
     compile_program,
 )
 from linkcpp.dispatch.reading import RequestReader
+from linkcpp.dispatch.shared_device import SharedDevice
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.rpc_socket import limit_sending, send_all
 from linkcpp.engine.wire import (
@@ -33,9 +33,6 @@ from linkcpp.engine.wire import (
     encode_answer,
 )
 
-if TYPE_CHECKING:
-    from linkcpp.dispatch.device import VirtualDevice
-
 _MOST_PROGRAMS = 4096
 _MOST_KNOWN = 64
 # Far more than the rows of any batch; weights, which nobody asks for again, are larger.
@@ -47,14 +44,20 @@ _LIMITS = Limits(set_tensor_bytes=1 << 30, graph_bytes=1 << 26)
 
 
 class Session:
-    """One client and what it allocated.
+    """One client and what it allocated; ``let_in`` is told once it speaks the protocol.
 
     Nothing of it may refer back to it: so all of it goes as soon as the client does, and not when
     Python next looks for cycles, which an idle process never does.
     """
 
-    def __init__(self, device: "VirtualDevice", client: socket.socket) -> None:
+    def __init__(
+        self,
+        device: SharedDevice,
+        client: socket.socket,
+        let_in: Callable[[socket.socket], None],
+    ) -> None:
         self._device = device
+        self._let_in = let_in
         self._socket = client
         self._requests = RequestReader(client, _LIMITS)
         self._memory = VirtualMemory(device.backing)
@@ -86,7 +89,7 @@ class Session:
                 except WireError as error:
                     self._device.fail(error)
                     return
-            self._device.let_in(self._socket)
+            self._let_in(self._socket)
             # A large one must not stay while the client has nothing to ask.
             requests.clear()
             self._send_replies()

@@ -13,21 +13,18 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from linkcpp.dispatch.checks import THE_MODEL, is_difference, who_is_wrong
 from linkcpp.dispatch.holder import Answer, Holder, LinkState, next_request_number
-from linkcpp.dispatch.job import Job
+from linkcpp.dispatch.job import Job, Token
+from linkcpp.dispatch.swarm_state import SwarmState
 from linkcpp.worker.agreement import Verdict, compare_rows
 from linkcpp.worker.chain import KeyedChain
 from linkcpp.worker.frames import FrameError, Numbers, Pairs, Rows
 from linkcpp.worker.sampling import SECRET_BYTES, start_sampling
-
-if TYPE_CHECKING:
-    from linkcpp.dispatch.swarm import Swarm
-    from linkcpp.dispatch.token_call import Token
 
 _log = logging.getLogger(__name__)
 
@@ -97,17 +94,14 @@ Judge = Holder | None
 
 
 class SpotChecks:
-    """Takes samples in the dispatching thread, and compares them in one of its own.
+    """Takes samples in the dispatching thread, and compares them in one of its own."""
 
-    ``calling`` is held by whoever uses links that are up.
-    """
-
-    def __init__(self, swarm: "Swarm", calling: threading.Lock, rate: float) -> None:
+    def __init__(self, swarm: SwarmState) -> None:
         self._swarm = swarm
-        self._calling = calling
-        self._sampler = start_sampling(secrets.token_bytes(SECRET_BYTES), rate)
+        self._calling = swarm.calling
+        self.rate = swarm.options.spot_check_rate
+        self._sampler = start_sampling(secrets.token_bytes(SECRET_BYTES), self.rate)
         self._random = random.SystemRandom()
-        self.rate = rate
         self.counters = SpotCounters()
         self._told: dict[str, str] = {}
         self._samples: deque[Sample] = deque()
@@ -133,7 +127,7 @@ class SpotChecks:
     # In the dispatching thread, while it holds the lock of calls.
 
     def sample_token(
-        self, holder: Holder, token: "Token", positions: Sequence[int], rows: Rows
+        self, holder: Holder, token: Token, positions: Sequence[int], rows: Rows
     ) -> None:
         """Maybe take some of a token's experts; ``rows`` are those of all its pairs."""
         taken, self._sampler = self._sampler.take(len(positions))

@@ -8,7 +8,6 @@ at last to the fallback. Where nobody is left the request waits for a worker to 
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from linkcpp.dispatch.admission import Admission
 from linkcpp.dispatch.call import Call
@@ -18,52 +17,21 @@ from linkcpp.dispatch.failures import FailureLog
 from linkcpp.dispatch.fallback import Fallback
 from linkcpp.dispatch.holder import Holder
 from linkcpp.dispatch.holders import Holders
-from linkcpp.dispatch.job import Job
+from linkcpp.dispatch.job import Job, Token
 from linkcpp.dispatch.routing import (
     NOBODY,
     HolderView,
-    LayerRoutes,
-    Routes,
     plan_routes,
 )
 from linkcpp.dispatch.spot_checks import SpotChecks
+from linkcpp.dispatch.swarm_state import SwarmOptions, SwarmState
 from linkcpp.dispatch.tally import RoutingTally
-from linkcpp.dispatch.token_call import Token, TokenCall
+from linkcpp.dispatch.token_call import TokenCall
 from linkcpp.worker.chain import Chain, KeyedChain
 from linkcpp.worker.frames import Rows
-from linkcpp.worker.sampling import DEFAULT_RATE
 
 _REPLAN_SECONDS = 1.0
 _SCORE_DRIFT = 1.3
-
-
-@dataclass(frozen=True)
-class SwarmOptions:
-    """How patient to be.
-
-    ``deadline_floor_ms``: nobody is given up earlier than that. ``patience_seconds``: how long a
-    request waits where there is no other holder and no fallback; its rows are
-    ``missing_value`` then. ``check_rows``: whether workers are checked before they are used.
-    ``spot_check_rate``: which part of the experts' work is compared while it is used.
-    """
-
-    deadline_floor_ms: float = 250.0
-    patience_seconds: float = 20.0
-    missing_value: float = float("nan")
-    check_rows: bool = True
-    spot_check_rate: float = DEFAULT_RATE
-
-
-@dataclass(slots=True)
-class SwarmCounters:
-    """What happened since the start."""
-
-    call_count: int = 0
-    pair_count: int = 0
-    rerouted_pair_count: int = 0
-    late_count: int = 0
-    nonsense_count: int = 0
-    seconds: float = 0.0
 
 
 class Swarm:
@@ -78,23 +46,29 @@ class Swarm:
         failures: FailureLog | None = None,
     ) -> None:
         self._expert_counts = dict(expert_counts)
-        self.options = options or SwarmOptions()
-        self.fallback = fallback
-        self.failures = failures or FailureLog()
-        self.counters = SwarmCounters()
+        options = options or SwarmOptions()
         self.tally = RoutingTally(expert_counts, model_digest)
         self._chains: dict[str, KeyedChain] = {}
         self._trials: list[Trial] = []
-        self.routes: Routes = plan_routes(self._expert_counts, [])
         self._calling = threading.Lock()
-        self.hopeless_routes: Routes | None = None
         self._planned: dict[int, tuple[int, float]] = {}
         self._replan = threading.Event()
         self._is_closing = False
         self._checker = Checker(Admission(self._expert_counts, fallback), self._calling)
-        check = self._checker.check_new if self.options.check_rows else None
+        check = self._checker.check_new if options.check_rows else None
+        self.fallback = fallback
+        self.failures = failures or FailureLog()
         self.holders = Holders(model_digest, self._replan.set, check)
-        self.spot_checks = SpotChecks(self, self._calling, self.options.spot_check_rate)
+        self._state = SwarmState(
+            expert_counts=self._expert_counts,
+            holders=self.holders,
+            fallback=fallback,
+            options=options,
+            failures=self.failures,
+            calling=self._calling,
+        )
+        self.counters = self._state.counters
+        self.spot_checks = SpotChecks(self._state)
         self._planner = threading.Thread(target=self._keep_planning, daemon=True, name="routes")
         self._planner.start()
 
@@ -140,7 +114,7 @@ class Swarm:
 
     def missing_experts(self) -> int:
         """Count the (layer, expert) units that no worker that is up holds."""
-        return sum(int((routes.chosen == NOBODY).sum()) for routes in self.routes.values())
+        return sum(int((routes.chosen == NOBODY).sum()) for routes in self._state.routes.values())
 
     def compute(self, job: Job) -> Rows:
         """Return one row for each pair of the job, token after token."""
@@ -159,7 +133,7 @@ class Swarm:
 
         def run() -> Rows:
             nonlocal was_right
-            call = TokenCall(self, guess)
+            call = TokenCall(self._state, self.spot_checks, guess)
             was_sent = call.send()
             ids = confirm()
             self.tally.add_few(guess.layer, ids)
@@ -174,10 +148,10 @@ class Swarm:
     def _run(self, job: Job) -> Rows:
         token = Token.of(job)
         if token is not None:
-            call = TokenCall(self, token)
+            call = TokenCall(self._state, self.spot_checks, token)
             if call.send():
                 return call.gather()
-        return Call(self, job).run()
+        return Call(self._state, self.spot_checks, job).run()
 
     def _timed(self, pairs: int, run: Callable[[], Rows]) -> Rows:
         self.holders.settle()
@@ -215,7 +189,7 @@ class Swarm:
                     for holder in up
                     if holder.welcome
                 ]
-                self.routes = plan_routes(self._expert_counts, views)
+                self._state.routes = plan_routes(self._expert_counts, views)
                 self._planned = {h.number: (h.request_count, h.latency.score) for h in up}
 
     def _has_drifted(self, up: list[Holder]) -> bool:
@@ -227,18 +201,3 @@ class Swarm:
             if high > low * _SCORE_DRIFT:
                 return True
         return False
-
-    def routes_of(self, layer: int) -> LayerRoutes:
-        """Who holds the experts of a layer now."""
-        return self.routes[layer]
-
-    def pause(self, seconds: float) -> None:
-        """Let a call that waits for nothing but a worker wait; links may be used meanwhile.
-
-        Checks need them, and without its check no worker comes back.
-        """
-        self._calling.release()
-        try:
-            time.sleep(seconds)
-        finally:
-            self._calling.acquire()

@@ -6,41 +6,16 @@ so that something else can be done while the workers compute. Whatever goes wron
 """
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
 from linkcpp.dispatch.call import Call, Request, all_finite
 from linkcpp.dispatch.holder import Holder, LinkState, next_request_number
-from linkcpp.dispatch.job import Job
-from linkcpp.worker.chain import KeyedChain
-from linkcpp.worker.frames import Buffer, FrameError, Rows, TokenPairs
-
-if TYPE_CHECKING:
-    from linkcpp.dispatch.swarm import Swarm
-
-
-class Token(NamedTuple):
-    """The experts of one layer for one token, whose row is f32 bytes; a ``Job`` without numpy."""
-
-    layer: int
-    chain: KeyedChain
-    expert_ids: list[int]
-    row: Buffer
-
-    @classmethod
-    def of(cls, job: Job) -> Self | None:
-        """Return the only token of a job; ``None`` for any job that a ``TokenCall`` cannot do."""
-        if len(job.ids) != 1 or len(job.inputs) != 1 or job.chain.is_per_pair:
-            return None
-        row = np.ascontiguousarray(job.inputs[0]).data.cast("B")
-        return cls(job.layer, job.chain, job.ids[0].tolist(), row)
-
-    def job(self, expert_ids: Sequence[int]) -> Job:
-        """Return it as a job, with these experts."""
-        row = np.frombuffer(self.row, np.float32).reshape(1, -1)
-        return Job(self.layer, self.chain, np.array([expert_ids], np.int32), (row,))
+from linkcpp.dispatch.job import Token
+from linkcpp.dispatch.spot_checks import SpotChecks
+from linkcpp.dispatch.swarm_state import SwarmState
+from linkcpp.worker.frames import FrameError, Rows, TokenPairs
 
 
 class _Answer(NamedTuple):
@@ -55,8 +30,9 @@ class _Answer(NamedTuple):
 class TokenCall:
     """``send``, then ``gather``; a call that is not wanted is to be forgotten."""
 
-    def __init__(self, swarm: "Swarm", token: Token) -> None:
+    def __init__(self, swarm: SwarmState, spot_checks: SpotChecks, token: Token) -> None:
         self._swarm = swarm
+        self._spot_checks = spot_checks
         self._token = token
         self._shares: list[tuple[Holder, list[int]]] = []
         self._waiting: dict[int, tuple[Holder, list[int]]] = {}
@@ -131,7 +107,7 @@ class TokenCall:
     def _note_answers(self) -> None:
         for holder, positions, took_seconds, compute_us in self._answers:
             holder.note_answer(len(positions), took_seconds, compute_us)
-            self._swarm.spot_checks.sample_token(holder, self._token, positions, self._rows)
+            self._spot_checks.sample_token(holder, self._token, positions, self._rows)
 
     def _take_over(self) -> Rows:
         self._note_answers()
@@ -140,7 +116,7 @@ class TokenCall:
             for number, (holder, positions) in self._waiting.items()
         ]
         job = self._token.job(self._token.expert_ids)
-        return Call(self._swarm, job).take_over(self._rows, requests)
+        return Call(self._swarm, self._spot_checks, job).take_over(self._rows, requests)
 
     def _ask_for_nonsense_again(self) -> Rows:
         """Do without whoever answered rows that are not finite."""

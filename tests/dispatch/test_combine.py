@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from linkcpp.dispatch.combine import Ending, add_up, find_ending
-from linkcpp.dispatch.device import DeviceCounters
 from linkcpp.dispatch.experts import EarlyResult, ExpertRunner
 from linkcpp.dispatch.graph import ExpertCall, Segment
 from linkcpp.dispatch.program import BoundSum, Fetch
+from linkcpp.dispatch.shared_device import DeviceCounters
 from tests.dispatch.graphs import (
     HIDDEN,
     OPS,

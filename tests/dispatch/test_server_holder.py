@@ -13,7 +13,8 @@ import pytest
 from linkcpp.dispatch.holder import Holder, LinkState, wait_for_links
 from linkcpp.dispatch.job import Job
 from linkcpp.dispatch.server_holder import ServerAddress
-from linkcpp.dispatch.swarm import Swarm, SwarmOptions
+from linkcpp.dispatch.swarm import Swarm
+from linkcpp.dispatch.swarm_state import SwarmOptions
 from linkcpp.engine.ops import read_op_table
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_socket import RpcSocket
