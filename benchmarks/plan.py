@@ -81,7 +81,7 @@ def solve_to_the_end(problem: Problem, **limits: Any) -> Solution | None:
     """Find the exact optimum: no gap is accepted, and the search has no limit."""
     with (
         mock.patch.object(solver, "ACCEPTED_GAP", 0.0),
-        mock.patch.object(solver, "_MOST_TREE_NODES", None),
+        mock.patch.object(solver, "_MAX_TREE_NODES", None),
     ):
         return solver.solve_exactly(problem, below=limits.get("below", float("inf")))
 

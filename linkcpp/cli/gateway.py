@@ -28,7 +28,7 @@ from linkcpp.gateway.relay import Relay
 from linkcpp.gateway.serving import serve_gateway
 from linkcpp.registry.client import joined_client
 from linkcpp.registry.credentials import HubCredentials
-from linkcpp.registry.fields import MOST_EDGES_PER_GATEWAY
+from linkcpp.registry.fields import MAX_EDGES_PER_GATEWAY
 from linkcpp.registry.records import Role
 from linkcpp.registry.relay import RELAY_PATH
 from linkcpp.registry.secret_file import SECRET_MODE, read_secret
@@ -38,7 +38,7 @@ app = verb()
 
 DEFAULT_GATEWAY_PORT = 8721
 # Two sockets for each edge, and what the program itself needs.
-_DESCRIPTORS = 2 * MOST_EDGES_PER_GATEWAY + 256
+_DESCRIPTORS = 2 * MAX_EDGES_PER_GATEWAY + 256
 
 
 @app.command()

@@ -47,7 +47,7 @@ HUB_OPTION = Annotated[
 JSON_OPTION = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 _OPERATOR_SECONDS = 300.0
-_SHORTEST_ID = 8
+_MIN_ID_CHARACTERS = 8
 _T = TypeVar("_T")
 
 
@@ -76,7 +76,7 @@ def note_address(folder: Path, url: str) -> None:
 
 def is_start_of_id(word: str, whole_id: str) -> bool:
     """Whether enough of an id was written to know it by."""
-    return len(word) >= _SHORTEST_ID and whole_id.startswith(word)
+    return len(word) >= _MIN_ID_CHARACTERS and whole_id.startswith(word)
 
 
 def ask(

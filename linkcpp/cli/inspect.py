@@ -24,7 +24,7 @@ from linkcpp.registry.finding_models import load_model_anywhere
 
 DEFAULT_CONTEXT_TOKENS = 4096
 BAR_CELLS = 24
-_LONGEST_SOURCE = 4096
+_MAX_SOURCE_CHARACTERS = 4096
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _KIND_NAMES = {
     LayerKind.ATTENTION: "attention",
@@ -107,7 +107,7 @@ def _facts(inventory: ModelInventory, summary: Summary, context: int) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     parts = f" in {inventory.part_count} parts" if inventory.part_count > 1 else ""
-    table.add_row("source", Text(f"{printable(inventory.source, _LONGEST_SOURCE)}{parts}"))
+    table.add_row("source", Text(f"{printable(inventory.source, _MAX_SOURCE_CHARACTERS)}{parts}"))
     table.add_row(
         "size",
         f"{format_bytes(inventory.file_bytes)}, {format_count(summary.parameter_count)} parameters",

@@ -19,7 +19,7 @@ from linkcpp.registry.keys import load_keys
 from linkcpp.registry.records import Role
 
 TOKEN_VARIABLE = "LINKCPP_JOIN_TOKEN"  # noqa: S105 - the name of a variable, no secret
-_LONGEST_TOKEN_BYTES = 4096
+_MAX_TOKEN_BYTES = 4096
 
 
 def own_identity(name: str | None, url: str) -> Identity:
@@ -82,7 +82,7 @@ def _from_stdin() -> str:
     if sys.stdin is not None and sys.stdin.isatty():
         text = str(typer.prompt("Join token", hide_input=True))
     else:
-        text = sys.stdin.read(_LONGEST_TOKEN_BYTES) if sys.stdin is not None else ""
+        text = sys.stdin.read(_MAX_TOKEN_BYTES) if sys.stdin is not None else ""
     if not text.strip():
         raise LinkcppError(
             "No join token came on standard input.",
@@ -94,7 +94,7 @@ def _from_stdin() -> str:
 def _from_file(path: Path) -> str:
     try:
         with path.open(encoding="ascii", errors="replace") as file:
-            return file.read(_LONGEST_TOKEN_BYTES).strip()
+            return file.read(_MAX_TOKEN_BYTES).strip()
     except OSError as error:
         raise LinkcppError(
             f"The join token's file {path} cannot be read: {error.strerror}.",

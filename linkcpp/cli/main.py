@@ -26,7 +26,7 @@ from linkcpp.common.files import keep_to_owner, write_atomically
 from linkcpp.common.paths import own_folders, state_folder
 from linkcpp.common.text import did_you_mean, printable
 
-_LONGEST_LINE = 4096
+_MAX_LINE_CHARACTERS = 4096
 # The class of wrong words on a command line, which Typer has under its own or under Click's name.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -203,7 +203,7 @@ def _tell_about_usage(errors: Console, error: Any) -> None:
 
 def _tell(errors: Console, what: str, text: str) -> None:
     # Text and not markup, line by line printable: it may have names from outside in it.
-    lines = (printable(line, _LONGEST_LINE) for line in text.split("\n"))
+    lines = (printable(line, _MAX_LINE_CHARACTERS) for line in text.split("\n"))
     style = "bold" if what == "way out" else "bold red"
     with contextlib.suppress(OSError):  # where even that finds no room, the exit code tells
         errors.print(Text.assemble((f"{what}: ", style), "\n".join(lines)))

@@ -31,7 +31,7 @@ from linkcpp.planning.assumed import (
     with_nodes,
 )
 from linkcpp.planning.offers import coordinator_offers, is_usable, require_minimum
-from linkcpp.planning.records import MOST_DEVICES, CacheType, Plan, PlanMode, PlanOptions
+from linkcpp.planning.records import MAX_DEVICES, CacheType, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
 from linkcpp.registry.discovering import find_everywhere
 from linkcpp.registry.finding_models import load_model_anywhere
@@ -71,7 +71,7 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            max=MOST_DEVICES,
+            max=MAX_DEVICES,
             help="Spread layers over at least so many devices of nodes (mode layers).",
         ),
     ] = None,

@@ -14,7 +14,7 @@ from linkcpp.model.slices.segments import Segment, describe
 from linkcpp.planning.records import ExpertShare, Plan
 
 _BAR_CELLS = 10
-_MOST_RANGES = 3
+_MAX_RANGES = 3
 
 
 def expert_report(plan: Plan) -> Iterator[RenderableType]:
@@ -50,7 +50,7 @@ def _share_table(plan: Plan, *, has_bars: bool) -> Table:
         table.add_row(
             Text(share_name(share)),
             Text(share.device),
-            segments_text(share.segments, most=_MOST_RANGES),
+            segments_text(share.segments, most=_MAX_RANGES),
             format_bytes(memory.weight_bytes),
             format_bytes(memory.used_bytes),
             format_bytes(memory.available_bytes),

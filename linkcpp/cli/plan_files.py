@@ -6,7 +6,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import users_mode, write_atomically
 from linkcpp.common.text import shell_command
 from linkcpp.model.header import MAGIC
-from linkcpp.planning.documents import MOST_PLAN_BYTES, parse_plan, plan_text
+from linkcpp.planning.documents import MAX_PLAN_BYTES, parse_plan, plan_text
 from linkcpp.planning.records import Plan
 from linkcpp.planning.routing_counts import RoutingCounts, parse_counts
 
@@ -65,7 +65,7 @@ def read_document(path: Path, kind: str) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            content = file.read(MOST_PLAN_BYTES + 1)
+            content = file.read(MAX_PLAN_BYTES + 1)
     except OSError as error:
         raise LinkcppError(
             f"Cannot read the {kind} {path}: {error.strerror or error}.",
@@ -77,6 +77,6 @@ def read_document(path: Path, kind: str) -> bytes:
             f"{path} is a model, not a {kind}.",
             hint=f"Make a plan for it first: {command}",
         )
-    if len(content) > MOST_PLAN_BYTES:
+    if len(content) > MAX_PLAN_BYTES:
         raise LinkcppError(f"{path} is too large for a {kind}.", hint="Is it another file?")
     return content

@@ -35,7 +35,7 @@ from linkcpp.model.slices.writing import (
 from linkcpp.registry.finding_models import require_here
 
 app = verb()
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 @app.command(name="slice")
@@ -190,7 +190,7 @@ def _verify(path: Path, *, as_json: bool) -> None:
         return
     if not found.is_sound:
         count = len(found.damaged)
-        named = list(found.damaged[:_MOST_NAMED])
+        named = list(found.damaged[:_MAX_NAMED])
         if count > len(named):
             named.append(f"{count - len(named)} more")
         what = [f"Damaged: {', '.join(named)}."] if named else []

@@ -10,7 +10,7 @@ from linkcpp.cli.verb import verb
 from linkcpp.cluster.token import create_token, load_token, store_token, token_path
 from linkcpp.common.errors import LinkcppError
 
-_LONGEST_INPUT = 4096
+_MAX_INPUT_CHARACTERS = 4096
 _HOW_TO_SHARE = (
     "Every machine of the cluster needs the same one. To bring it to another machine:\n"
     "  linkcpp token --show | ssh OTHER linkcpp token set\n"
@@ -62,7 +62,7 @@ def take_over(
     elif sys.stdin.isatty():
         text = typer.prompt("Token", hide_input=True)
     else:
-        text = sys.stdin.read(_LONGEST_INPUT)
+        text = sys.stdin.read(_MAX_INPUT_CHARACTERS)
     if not text.strip():
         raise LinkcppError(
             "No cluster token came on standard input; nothing was changed.",

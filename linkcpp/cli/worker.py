@@ -21,7 +21,7 @@ from linkcpp.worker.process import WorkerConfig, open_slabs, run_worker
 from linkcpp.worker.slabs import experts_by_layer
 
 app = verb()
-_LONGEST_TOKEN_BYTES = 256
+_MAX_TOKEN_BYTES = 256
 
 
 @app.callback(invoke_without_command=True)
@@ -117,7 +117,7 @@ def _segments(model: str, texts: list[str]) -> tuple[Segment, ...]:
 def _token(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            token = file.read(_LONGEST_TOKEN_BYTES + 1).decode("ascii", errors="replace").strip()
+            token = file.read(_MAX_TOKEN_BYTES + 1).decode("ascii", errors="replace").strip()
     except FileNotFoundError:
         token = secrets.token_urlsafe(32)
         write_atomically(path, token + "\n", mode=0o600)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import psutil
 
 # A machine with dozens of container bridges would fill mDNS packets with addresses of no use.
-MOST_ADDRESSES = 12
+MAX_ADDRESSES = 12
 
 _CONTAINERS = re.compile(
     r"(docker|podman|cni|nerdctl|lxc|lxd|incus|virbr|vmnet|vboxnet|veth|cali|flannel|weave)"
@@ -37,7 +37,7 @@ def own_addresses(bind_host: str, *, with_link_local: bool = False) -> tuple[str
     """List the addresses at which a server bound to ``bind_host`` can be reached, without zones.
 
     A wildcard (``0.0.0.0``, ``::``) stands for every address of the interfaces that are up, the
-    most useful first (``most_useful_first``) and no more than ``MOST_ADDRESSES``; loopback is
+    most useful first (``most_useful_first``) and no more than ``MAX_ADDRESSES``; loopback is
     listed only where it is all that there is. A link-local IPv6 address says nothing without the
     interface of whoever connects, so that it is listed only for those who hear it by mDNS
     (``with_link_local``).
@@ -60,7 +60,7 @@ def own_addresses(bind_host: str, *, with_link_local: bool = False) -> tuple[str
         for address in listed
         if with_link_local or address.version == 4 or not address.is_link_local
     )
-    return tuple(dict.fromkeys(told))[:MOST_ADDRESSES]
+    return tuple(dict.fromkeys(told))[:MAX_ADDRESSES]
 
 
 def interface_addresses() -> list[_Address]:
@@ -132,7 +132,7 @@ def reachable_hosts(advertised: list[str], zones: tuple[str, ...]) -> tuple[str,
 
     A link-local IPv6 address needs the interface it was heard on; where that is not known (the
     record came over IPv4) each of ``zones`` is tried. Addresses that no single host can have are
-    left out, and no more than ``MOST_ADDRESSES`` are returned.
+    left out, and no more than ``MAX_ADDRESSES`` are returned.
     """
     hosts: list[str] = []
     for text in advertised:
@@ -148,7 +148,7 @@ def reachable_hosts(advertised: list[str], zones: tuple[str, ...]) -> tuple[str,
             hosts.append(f"{address.compressed.partition('%')[0]}%{_zone_name(address.scope_id)}")
         else:
             hosts.extend(f"{address.compressed}%{zone}" for zone in zones)
-    return tuple(dict.fromkeys(hosts))[:MOST_ADDRESSES]
+    return tuple(dict.fromkeys(hosts))[:MAX_ADDRESSES]
 
 
 def host_of(socket_address: tuple[str, int] | tuple[str, int, int, int]) -> str:

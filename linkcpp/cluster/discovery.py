@@ -27,9 +27,9 @@ from linkcpp.engine.records import Engine
 DISCOVER_SECONDS = 3.0
 
 # A flood of advertisements must neither exhaust sockets nor keep the user waiting.
-_MOST_URLS = 512
-_MOST_AT_ONCE = 32
-_MOST_CLAIMS_OF_URL = 16
+_MAX_URLS = 512
+_MAX_CONCURRENT = 32
+_MAX_CLAIMS_OF_URL = 16
 _GRACE_SECONDS = PROBE_SECONDS + 0.5
 _LINKS_SECONDS = 10.0
 # Describing takes at most one part in ten of the time.
@@ -190,7 +190,7 @@ class _Search:
         self._token = token
         self._coordinator = coordinator
         self._on_change = on_change
-        self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
+        self._at_once = asyncio.Semaphore(_MAX_CONCURRENT)
         # Several sources may name one URL: it is asked once.
         self._candidates: dict[str, list[Candidate]] = {}
         self._probes: dict[str, Probe] = {}
@@ -254,10 +254,10 @@ class _Search:
         known = self._candidates.get(candidate.url)
         if known is None:
             # What a person names is always asked.
-            if candidate.instance is None or len(self._candidates) < _MOST_URLS:
+            if candidate.instance is None or len(self._candidates) < _MAX_URLS:
                 self._candidates[candidate.url] = [candidate]
                 self._start(self._probe(candidate))
-        elif candidate not in known and len(known) < _MOST_CLAIMS_OF_URL:
+        elif candidate not in known and len(known) < _MAX_CLAIMS_OF_URL:
             known.append(candidate)
 
     async def _probe(self, candidate: Candidate) -> None:

@@ -16,7 +16,7 @@ _STATUS = {
     Finding.NOT_A_NODE: NodeStatus.NOT_A_NODE,
 }
 # Which of several findings about one service tells most about it.
-_MOST_TELLING = (
+_MOST_TELLING_FIRST = (
     Finding.WRONG_TOKEN,
     Finding.UNPROVEN,
     Finding.NODE,
@@ -173,7 +173,10 @@ def _unproven(
 def _failed(group: list[Probe], coordinator: NodeRecord) -> DiscoveredNode:
     telling = min(
         group,
-        key=lambda probe: (_MOST_TELLING.index(probe.finding), probe.candidate.instance is None),
+        key=lambda probe: (
+            _MOST_TELLING_FIRST.index(probe.finding),
+            probe.candidate.instance is None,
+        ),
     )
     same = [probe for probe in group if probe.finding == telling.finding]
     candidate = telling.candidate

@@ -18,15 +18,15 @@ from linkcpp.cluster.addresses import link_local_zones, own_addresses, reachable
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
-from linkcpp.common.text import LONGEST_NAME, printable
+from linkcpp.common.text import MAX_NAME_CHARACTERS, printable
 
 SERVICE_TYPE = "_linkcpp._tcp.local."
 
 _PROTOCOL_VERSION = "1"
-_LONGEST_LABEL_BYTES = 63
-_LONGEST_VALUE_BYTES = 128
+_MAX_LABEL_BYTES = 63
+_MAX_VALUE_BYTES = 128
 _RESOLVE_MS = 1500
-_MOST_INSTANCES = 1024
+_MAX_INSTANCES = 1024
 
 
 class Advertisement(Record):
@@ -126,7 +126,7 @@ class Advertiser:
         properties = {
             "v": _PROTOCOL_VERSION,
             "id": told.node_id,
-            "name": _cut(printable(told.name), _LONGEST_VALUE_BYTES),
+            "name": _cut(printable(told.name), _MAX_VALUE_BYTES),
             "mem": told.memory_class,
         }
         if told.engine_digest:
@@ -151,7 +151,7 @@ def instance_label(name: str, node_id: str) -> str:
     suffix = f" {node_id.replace('-', '')[:16]}"
     # A dot would begin another label.
     plain = printable(name).replace(".", "-").replace("\N{REPLACEMENT CHARACTER}", "-")
-    return _cut(plain, _LONGEST_LABEL_BYTES - len(suffix.encode())) + suffix
+    return _cut(plain, _MAX_LABEL_BYTES - len(suffix.encode())) + suffix
 
 
 def _cut(text: str, size_bytes: int) -> str:
@@ -177,7 +177,7 @@ async def browse() -> AsyncGenerator[Advertised]:
     def on_change(name: str, state_change: ServiceStateChange, **_: Any) -> None:
         if state_change is ServiceStateChange.Removed:
             return
-        if name not in seen and len(seen) >= _MOST_INSTANCES:
+        if name not in seen and len(seen) >= _MAX_INSTANCES:
             return
         seen.add(name)
         task = asyncio.get_running_loop().create_task(resolve(name))
@@ -221,7 +221,7 @@ def read_advertised(
         return None
     label = instance.removesuffix(f".{SERVICE_TYPE}")
     return Advertised(
-        instance=printable(instance, 4 * LONGEST_NAME),
+        instance=printable(instance, 4 * MAX_NAME_CHARACTERS),
         node_id=NodeId(_text(properties, b"id")) or None,
         name=_text(properties, b"name") or printable(label),
         hosts=hosts,
@@ -231,7 +231,7 @@ def read_advertised(
 
 def _text(properties: Mapping[bytes, bytes | None], key: bytes) -> str:
     value = properties.get(key) or b""
-    return printable(value[:_LONGEST_VALUE_BYTES].decode(errors="replace"))
+    return printable(value[:_MAX_VALUE_BYTES].decode(errors="replace"))
 
 
 def open_zeroconf(addresses: tuple[str, ...]) -> AsyncZeroconf:

@@ -34,9 +34,9 @@ PROBE_SECONDS = 3.0
 LINK_SECONDS = 1.5
 
 _SERVICE = "linkcpp-node"
-_LONGEST_HEALTH_BYTES = 16 * 2**10
-_LONGEST_NODE_BYTES = 256 * 2**10
-_LONGEST_ECHO_BYTES = 4096
+_MAX_HEALTH_BYTES = 16 * 2**10
+_MAX_NODE_BYTES = 256 * 2**10
+_MAX_ECHO_BYTES = 4096
 _RTT_CALLS = 8
 _ECHO_BYTES = (2**18, 2**20, 2**22)
 _ECHO_LONG_ENOUGH_SECONDS = 0.05
@@ -117,7 +117,7 @@ async def measure_link(
                     http,
                     "POST",
                     f"{url}/v1/echo",
-                    _LONGEST_ECHO_BYTES,
+                    _MAX_ECHO_BYTES,
                     token=token,
                     content=bytes(size),
                 )
@@ -135,7 +135,7 @@ async def _measure_rtt(http: httpx.AsyncClient, url: str) -> float:
     best = math.inf
     for _ in range(_RTT_CALLS):
         start = time.perf_counter()
-        await _call(http, "GET", f"{url}/v1/health", _LONGEST_HEALTH_BYTES)
+        await _call(http, "GET", f"{url}/v1/health", _MAX_HEALTH_BYTES)
         best = min(best, time.perf_counter() - start)
     return best * 1000
 
@@ -144,7 +144,7 @@ async def _prove(http: httpx.AsyncClient, url: str, token: str) -> tuple[str, He
     """Have the host prove itself; return the URL of the very address that did, and who it is."""
     challenge = make_challenge()
     answer = await _call(
-        http, "GET", f"{url}/v1/health", _LONGEST_HEALTH_BYTES, query={"challenge": challenge}
+        http, "GET", f"{url}/v1/health", _MAX_HEALTH_BYTES, query={"challenge": challenge}
     )
     health = _read(Health, answer)
     if health.service != _SERVICE:
@@ -170,7 +170,7 @@ async def _prove(http: httpx.AsyncClient, url: str, token: str) -> tuple[str, He
 
 
 async def _ask(http: httpx.AsyncClient, base: str, token: str, health: Health) -> NodeRecord:
-    answer = await _call(http, "GET", f"{base}/v1/node", _LONGEST_NODE_BYTES, token=token)
+    answer = await _call(http, "GET", f"{base}/v1/node", _MAX_NODE_BYTES, token=token)
     if answer.status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         raise _StopError(Finding.WRONG_TOKEN, "it does not take this machine's token", health)
     record = _read(NodeRecord, answer)

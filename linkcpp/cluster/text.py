@@ -4,15 +4,18 @@ from pydantic import JsonValue
 
 from linkcpp.common.text import printable
 
-_LONGEST_TEXT = 512
+_MAX_TEXT_CHARACTERS = 512
 
 
 def printable_json(value: JsonValue) -> JsonValue:
     """Make every string in a JSON value ``printable``, keys included."""
     if isinstance(value, str):
-        return printable(value, _LONGEST_TEXT)
+        return printable(value, _MAX_TEXT_CHARACTERS)
     if isinstance(value, list):
         return [printable_json(item) for item in value]
     if isinstance(value, dict):
-        return {printable(key, _LONGEST_TEXT): printable_json(item) for key, item in value.items()}
+        return {
+            printable(key, _MAX_TEXT_CHARACTERS): printable_json(item)
+            for key, item in value.items()
+        }
     return value

@@ -24,7 +24,7 @@ TOKEN_FILE_VARIABLE = "LINKCPP_TOKEN_FILE"  # noqa: S105 - the name of a variabl
 
 _MODE = 0o600
 _OPEN_TO_OTHERS = 0o077
-_LONGEST_FILE_BYTES = 4096
+_MAX_FILE_BYTES = 4096
 # The characters of a Bearer token (RFC 6750, section 2.1). 43 of base64 carry 256 bits; a shorter
 # token could be guessed offline, since anybody may ask an agent for proofs.
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{43,512}")
@@ -65,7 +65,7 @@ def find_token() -> str | None:
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            content = file.read(_LONGEST_FILE_BYTES)
+            content = file.read(_MAX_FILE_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:

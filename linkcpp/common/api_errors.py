@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import ErrorBody
 
-_MOST_PROBLEMS = 5
+_MAX_PROBLEMS = 5
 _CODES = {400: "invalid_request", 404: "unknown_route", 405: "unknown_method"}
 
 
@@ -42,7 +42,7 @@ def add_error_answers(app: FastAPI, *, defect: ErrorBody) -> None:
 def invalid_request(error: RequestValidationError | ValidationError) -> ErrorBody:
     """Say what is wrong with the first values of a request, without repeating them. Pure."""
     parts = []
-    for problem in error.errors()[:_MOST_PROBLEMS]:
+    for problem in error.errors()[:_MAX_PROBLEMS]:
         place = ".".join(str(part) for part in problem["loc"] if part != "body")
         parts.append(f"{place or 'the body'}: {problem['msg']}")
     return ErrorBody(code="invalid_request", message=f"Invalid request: {'; '.join(parts)}.")

@@ -10,7 +10,7 @@ from websockets.exceptions import InvalidProxyStatus, InvalidStatus
 
 from linkcpp.common.text import printable
 
-_LONGEST = 300
+_MAX_REASON_CHARACTERS = 300
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 _CLOSED = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, EOFError)
 _WORDS: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
@@ -30,7 +30,7 @@ def in_words(error: BaseException) -> str:
     as the proxy that was used.
     """
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return printable(f"{_reason(error)}{notes}", _LONGEST)
+    return printable(f"{_reason(error)}{notes}", _MAX_REASON_CHARACTERS)
 
 
 def _reason(error: BaseException) -> str:

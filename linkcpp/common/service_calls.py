@@ -11,7 +11,7 @@ from linkcpp.common.network_errors import in_words
 from linkcpp.common.records import ErrorBody, Record
 from linkcpp.common.text import printable
 
-_MOST_TOLD_CHARACTERS = 500
+_MAX_SHOWN_CHARACTERS = 500
 # What proxies answer themselves where nothing behind them does.
 PROXY_STATUSES = (502, 503, 504)
 
@@ -78,8 +78,8 @@ class CalledService(Generic[_E]):
             ) from None
         return ErrorBody(
             code=told.code,
-            message=printable(told.message, _MOST_TOLD_CHARACTERS),
-            hint=printable(told.hint, _MOST_TOLD_CHARACTERS) if told.hint else None,
+            message=printable(told.message, _MAX_SHOWN_CHARACTERS),
+            hint=printable(told.hint, _MAX_SHOWN_CHARACTERS) if told.hint else None,
         )
 
     def parse(self, record: type[_R], content: bytes) -> _R:

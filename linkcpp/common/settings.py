@@ -7,7 +7,7 @@ from typing import Any
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import config_folder
 
-_LONGEST_FILE_BYTES = 2**20
+_MAX_FILE_BYTES = 2**20
 
 
 def config_path() -> Path:
@@ -24,7 +24,7 @@ def read_settings() -> dict[str, Any]:
     path = config_path()
     try:
         with path.open("rb") as file:
-            return tomllib.loads(file.read(_LONGEST_FILE_BYTES).decode())
+            return tomllib.loads(file.read(_MAX_FILE_BYTES).decode())
     except FileNotFoundError:
         return {}
     except RecursionError:

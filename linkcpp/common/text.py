@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-LONGEST_NAME = 64
+MAX_NAME_CHARACTERS = 64
 
 
 def did_you_mean(word: str, known: Iterable[str], *, form: str = "{}") -> str:
@@ -19,7 +19,7 @@ def shell_command(*words: str | Path) -> str:
     return shlex.join(str(word) for word in words)
 
 
-def printable(text: str, limit: int = LONGEST_NAME) -> str:
+def printable(text: str, limit: int = MAX_NAME_CHARACTERS) -> str:
     """Replace what is not printable (escape sequences, line ends, bidi marks) and cut to ``limit``.
 
     Names come from peers that may be hostile: an escape sequence in one would reach the terminal.

@@ -21,7 +21,7 @@ from linkcpp.engine.rpc_server import LOOPBACK
 from linkcpp.model.slices.segments import Segment
 from linkcpp.planning.routing_counts import RoutingCounts
 
-MOST_CHECKED_EXPERTS = 64
+MAX_CHECKED_EXPERTS = 64
 
 
 class WorkerStatus(WireRecord):
@@ -130,7 +130,7 @@ class CheckRequest(WireRecord):
     """A worker's rows are to be compared, for some of its experts of a layer."""
 
     layer: int
-    expert_count: int = Field(default=EXPERTS_A_LAYER, ge=1, le=MOST_CHECKED_EXPERTS)
+    expert_count: int = Field(default=EXPERTS_A_LAYER, ge=1, le=MAX_CHECKED_EXPERTS)
 
 
 def worker_status(holder: Holder) -> WorkerStatus:

@@ -22,7 +22,7 @@ from linkcpp.engine.rpc_socket import RpcSocket
 
 _log = logging.getLogger(__name__)
 
-MOST_CLIENTS = 64
+MAX_CLIENTS = 64
 
 
 class VirtualDevice:
@@ -38,7 +38,7 @@ class VirtualDevice:
         self._on_failure = on_failure
         self._shared = SharedDevice(backing, ops, swarm, self._give_up)
         self.counters = self._shared.counters
-        self._clients = ThreadedServer(self._serve_client, MOST_CLIENTS)
+        self._clients = ThreadedServer(self._serve_client, MAX_CLIENTS)
 
     @property
     def client_count(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-_RIGHT, _WRONG, _START, _MOST = 1, -8, 16, 64
+_RIGHT, _WRONG, _START, _MAX_SCORE = 1, -8, 16, 64
 
 
 class Guesser:
@@ -34,4 +34,4 @@ class Guesser:
     def note(self, layer: int, was_right: bool) -> None:
         """Take note of what became of a guess."""
         score = self._scores.get(layer, _START) + (_RIGHT if was_right else _WRONG)
-        self._scores[layer] = min(score, _MOST)
+        self._scores[layer] = min(score, _MAX_SCORE)

@@ -22,13 +22,13 @@ from linkcpp.worker.frames import FrameError
 
 _log = logging.getLogger(__name__)
 
-_MOST_RETRY_SECONDS = 10.0
-_MOST_OPENING = 16
+_MAX_RETRY_SECONDS = 10.0
+_MAX_OPENING = 16
 # A worker whose rows were wrong is given another chance, since it may be another process then.
 _REFUSED_SECONDS = 60.0
 # One that was wrong while it was used gets it ever later: it passes what it is asked at its start.
 _REFUSED_AGAIN_FACTOR = 10
-_MOST_REFUSED_SECONDS = 86_400.0
+_MAX_REFUSED_SECONDS = 86_400.0
 
 
 class RowsRefusedError(LinkcppError):
@@ -185,7 +185,7 @@ class Holders:
             if holder.state == LinkState.UP:
                 pause = _REFUSED_SECONDS * _REFUSED_AGAIN_FACTOR**holder.refusal_count
                 holder.refusal_count = min(holder.refusal_count + 1, 4)
-                pause = min(pause, _MOST_REFUSED_SECONDS)
+                pause = min(pause, _MAX_REFUSED_SECONDS)
                 self._set_back(holder, why, LinkState.REFUSED, pause_seconds=pause)
 
     def _set_back(
@@ -210,7 +210,7 @@ class Holders:
             holder.retry_seconds = FIRST_RETRY_SECONDS
         else:
             # It greets well but never answers: it may cost a deadline ever more seldom.
-            holder.retry_seconds = min(2 * holder.retry_seconds, _MOST_RETRY_SECONDS)
+            holder.retry_seconds = min(2 * holder.retry_seconds, _MAX_RETRY_SECONDS)
         holder.retry_at = time.monotonic() + (pause_seconds or holder.retry_seconds)
         told = {"layer": layer, "reason": why}
         _log.warning("worker %s: %s", holder.name, why, extra=_fields(holder) | told)
@@ -230,7 +230,7 @@ class Holders:
     def _maintain(self) -> None:
         while not self._is_closing:
             now = time.monotonic()
-            wait = _MOST_RETRY_SECONDS
+            wait = _MAX_RETRY_SECONDS
             checking = []
             for holder in self.all():
                 if holder.state == LinkState.UP or holder.number in self._opening:
@@ -241,7 +241,7 @@ class Holders:
                     checking.append(holder)
                 elif holder.retry_at > now:
                     wait = min(wait, holder.retry_at - now)
-                elif len(self._opening) < _MOST_OPENING:
+                elif len(self._opening) < _MAX_OPENING:
                     holder.retry_at = now + FIRST_RETRY_SECONDS
                     self._opening.add(holder.number)
                     opening = threading.Thread(target=self._open, args=(holder,), daemon=True)
@@ -285,7 +285,7 @@ class Holders:
             is_refusal = isinstance(error, FrameError)
             holder.detail = error.message if isinstance(error, FrameError) else str(error)
             holder.retry_at = time.monotonic() + holder.retry_seconds
-            holder.retry_seconds = min(2 * holder.retry_seconds, _MOST_RETRY_SECONDS)
+            holder.retry_seconds = min(2 * holder.retry_seconds, _MAX_RETRY_SECONDS)
             holder.state = LinkState.REFUSED if is_refusal else LinkState.CONNECTING
             return
         holder.taught_count = len(taught)

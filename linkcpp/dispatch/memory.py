@@ -22,8 +22,8 @@ from linkcpp.model.ggml_types import TYPES_BY_NUMBER
 _FIRST_ADDRESS = 1 << 48
 _PAGE_BYTES = 1 << 16
 _ISLAND_PADDING_BYTES = 256
-MOST_BUFFER_BYTES = 1 << 44
-MOST_BUFFERS = 4096
+MAX_BUFFER_BYTES = 1 << 44
+MAX_BUFFERS = 4096
 _EXPERT_NAME = re.compile(rb"blk\.\d{1,6}\.ffn_\w*_exps\.")
 
 
@@ -97,7 +97,7 @@ class VirtualMemory:
         Raises:
             RequestError: beyond any sensible size or number.
         """
-        if size_bytes > MOST_BUFFER_BYTES or len(self._buffers) >= MOST_BUFFERS:
+        if size_bytes > MAX_BUFFER_BYTES or len(self._buffers) >= MAX_BUFFERS:
             raise RequestError(f"A buffer of {size_bytes} bytes is beyond what can be allocated.")
         handle = self._next
         self._next += -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES + _PAGE_BYTES

@@ -11,7 +11,7 @@ from linkcpp.dispatch.program import expert_owner
 from linkcpp.engine import wire_messages as messages
 from linkcpp.engine.wire import Command, Dialect, encode_request, request_header
 
-_MOST_RECORDS = 8192
+_MAX_RECORDS = 8192
 
 
 class Placed(NamedTuple):
@@ -66,7 +66,7 @@ class TensorPlaces:
             placed = Placed(real, fields.data, fields.span_bytes)
         else:
             self._memory.drop(fields.buffer)
-        if len(self._records) >= _MOST_RECORDS:
+        if len(self._records) >= _MAX_RECORDS:
             self._records.clear()
         self._records[record] = placed
         return placed
@@ -95,7 +95,7 @@ class TensorPlaces:
             known = self._bind_set(payload, size_bytes)
             if known is None:
                 return None
-            if len(self._set_heads) >= _MOST_RECORDS:
+            if len(self._set_heads) >= _MAX_RECORDS:
                 self._set_heads.clear()
             self._set_heads[key] = known
         return known
@@ -116,7 +116,7 @@ class TensorPlaces:
         key = bytes(payload)
         known = self._gets.get(key)
         if known is None:
-            if len(self._gets) >= _MOST_RECORDS:
+            if len(self._gets) >= _MAX_RECORDS:
                 self._gets.clear()
             known = self._gets[key] = self._bind_get(key)
         return known

@@ -31,7 +31,7 @@ from linkcpp.worker.sampling import DEFAULT_RATE
 from linkcpp.worker.slabs import GgufSlabs
 
 _FIRST_PAUSE_SECONDS = 0.5
-_LONGEST_PAUSE_SECONDS = 10.0
+_MAX_PAUSE_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class _Dispatch:
                 await asyncio.to_thread(fallback.renew, rpc)
             except LinkcppError as error:
                 _log.error("the fallback does not come back: %s", error)
-                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+                pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
             else:
                 _log.info("the fallback computes again")
                 return

@@ -20,8 +20,8 @@ _MEAN_GAIN = 1 / 8
 _DEVIATION_GAIN = 1 / 4
 _FIRST_DEADLINE_MS = 2_000.0
 _FIRST_DEADLINE_MS_PER_PAIR = 5.0
-_MOST_DEADLINE_MS = 60_000.0
-_MOST_DOUBLINGS = 4
+_MAX_DEADLINE_MS = 60_000.0
+_MAX_DOUBLINGS = 4
 _CLASSES = 24
 # Pairs whose time equals what a request costs by itself, for comparing requests of any size.
 _FIXED_PAIRS = 8
@@ -74,8 +74,8 @@ class Latency:
                 return _FIRST_DEADLINE_MS + _FIRST_DEADLINE_MS_PER_PAIR * pairs
             nearest = min(known, key=lambda k: abs(k - size))
             wait = 8 * self.mean_ms[nearest] * 2.0 ** max(size - nearest, 0)
-        patience = 2.0 ** min(self.misses, _MOST_DOUBLINGS)
-        return min(max(wait, floor_ms) * patience, _MOST_DEADLINE_MS)
+        patience = 2.0 ** min(self.misses, _MAX_DOUBLINGS)
+        return min(max(wait, floor_ms) * patience, _MAX_DEADLINE_MS)
 
 
 def _size_class(pairs: int) -> int:

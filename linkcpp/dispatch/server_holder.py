@@ -38,7 +38,7 @@ from linkcpp.worker.frames import (
 from linkcpp.worker.slabs import GgufSlabs
 from linkcpp.worker.store import LoadedSlabs
 
-_MOST_BUFFERS = 64
+_MAX_BUFFERS = 64
 # A server that was late is asked again once it has done what it was asked.
 _CATCH_UP_SECONDS = 5.0
 
@@ -164,7 +164,7 @@ class ServerHolder(Holder):
         connection = self._loaded.rpc.connection
         try:
             while request.outgoing:
-                sent = connection.sendmsg(request.outgoing[:_MOST_BUFFERS], (), socket.MSG_DONTWAIT)
+                sent = connection.sendmsg(request.outgoing[:_MAX_BUFFERS], (), socket.MSG_DONTWAIT)
                 self.sent_bytes += sent
                 request.outgoing = unsent(request.outgoing, sent)
         except BlockingIOError:

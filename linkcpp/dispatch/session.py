@@ -33,10 +33,10 @@ from linkcpp.engine.wire import (
     encode_answer,
 )
 
-_MOST_PROGRAMS = 4096
-_MOST_KNOWN = 64
+_MAX_PROGRAMS = 4096
+_MAX_KNOWN_RANGES = 64
 # Far more than the rows of any batch; weights, which nobody asks for again, are larger.
-_MOST_KNOWN_BYTES = 1 << 27
+_MAX_KNOWN_BYTES = 1 << 27
 _STALL_SECONDS = 60.0
 _REPLY_BYTES = 1 << 22
 _QUEUE_BYTES = 1 << 20
@@ -239,7 +239,7 @@ class Session:
             if start < end and address < start + len(old):
                 del self._known[start]
         known_bytes = sum(map(len, self._known.values())) + len(data)
-        if len(self._known) < _MOST_KNOWN and known_bytes <= _MOST_KNOWN_BYTES:
+        if len(self._known) < _MAX_KNOWN_RANGES and known_bytes <= _MAX_KNOWN_BYTES:
             self._known[address] = data
 
     def _set_tensor_hash(self, payload: memoryview) -> None:
@@ -293,7 +293,7 @@ class Session:
         program = compile_program(payload, binder)
         device.counters.compiled_count += 1
         self._programs[payload] = program
-        if len(self._programs) > _MOST_PROGRAMS:
+        if len(self._programs) > _MAX_PROGRAMS:
             self._programs.popitem(last=False)
         return program
 

@@ -29,15 +29,15 @@ from linkcpp.worker.sampling import SECRET_BYTES, start_sampling
 _log = logging.getLogger(__name__)
 
 # More would tell of a difference long after it was used.
-_MOST_WAITING = 64
-_MOST_WAITING_BYTES = 32 * 2**20
-_MOST_ROWS = 512
+_MAX_WAITING = 64
+_MAX_WAITING_BYTES = 32 * 2**20
+_MAX_ROWS = 512
 _ANSWER_SECONDS = 10.0
 _LOOK_SECONDS = 0.01
 # The fallback may have to read experts from disk; tokens need the processor more.
 _REST_FACTOR = 3
-_MOST_SENTENCES = 64
-_MOST_REMEMBERED = 1 << 14
+_MAX_SENTENCES = 64
+_MAX_REMEMBERED = 1 << 14
 _CLOSE_SECONDS = 5.0
 _MODELS = f"those of {THE_MODEL}"
 
@@ -154,8 +154,8 @@ class SpotChecks:
     def _add(self, sample: Sample) -> None:
         with self._has_news:
             size_bytes = self._waiting_bytes + sample.size_bytes
-            is_full = len(self._samples) >= _MOST_WAITING or size_bytes > _MOST_WAITING_BYTES
-            if is_full or len(sample.rows) > _MOST_ROWS:
+            is_full = len(self._samples) >= _MAX_WAITING or size_bytes > _MAX_WAITING_BYTES
+            if is_full or len(sample.rows) > _MAX_ROWS:
                 self.counters.skipped_count += 1
                 return
             self._waiting_bytes = size_bytes
@@ -337,7 +337,7 @@ class SpotChecks:
     def _tell(self, whose: str, sentence: str) -> None:
         """Tell something once of each holder or pair of holders."""
         _log.error("%s", sentence, extra={"worker": whose})
-        if len(self._told) < _MOST_SENTENCES:
+        if len(self._told) < _MAX_SENTENCES:
             self._told.setdefault(whose, sentence)
 
 
@@ -346,5 +346,5 @@ def _name(judge: Judge) -> str:
 
 
 def _remember(holder: Holder, whose: tuple[str, int, int]) -> None:
-    if len(holder.equal_rows) < _MOST_REMEMBERED:
+    if len(holder.equal_rows) < _MAX_REMEMBERED:
         holder.equal_rows.add(whose)

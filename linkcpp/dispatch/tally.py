@@ -18,7 +18,7 @@ from linkcpp.worker.frames import Numbers
 _log = logging.getLogger(__name__)
 
 SAVE_SECONDS = 60.0
-MOST_FILE_BYTES = 64 * 2**20
+MAX_FILE_BYTES = 64 * 2**20
 # For so few, a loop takes 1 to 2 us, and numpy's bincount 4 to 6, whatever their number is.
 _FEW = 24
 
@@ -113,7 +113,7 @@ class _TallyFile:
 def _read(path: Path) -> RoutingCounts | None:
     try:
         with path.open("rb") as file:
-            return parse_counts(file.read(MOST_FILE_BYTES), source=str(path))
+            return parse_counts(file.read(MAX_FILE_BYTES), source=str(path))
     except FileNotFoundError:
         return None
     except (OSError, LinkcppError) as error:

@@ -37,7 +37,7 @@ from linkcpp.worker.link import FrameBuffer
 
 _CONNECT_SECONDS = 5.0
 _PROBE_SECONDS = 5.0
-_MOST_BUFFERS = 64
+_MAX_BUFFERS = 64
 _COMPUTE, _F32 = FrameType.COMPUTE, DataType.F32
 
 
@@ -118,7 +118,7 @@ class WorkerHolder(Holder):
             raise ConnectionError("the link is closed")
         while self._outgoing:
             try:
-                sent = self.socket.sendmsg(self._outgoing[:_MOST_BUFFERS], (), socket.MSG_DONTWAIT)
+                sent = self.socket.sendmsg(self._outgoing[:_MAX_BUFFERS], (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             self.sent_bytes += sent

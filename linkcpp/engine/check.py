@@ -50,9 +50,9 @@ from linkcpp.engine.trial import run_trial
 from linkcpp.engine.wire import WireError, dialect_of
 
 # Longer than a check takes at worst (``TrialLimits``, ``fingerprint``).
-_LONGEST_WAIT_SECONDS = 180.0
+_MAX_WAIT_SECONDS = 180.0
 _POLL_SECONDS = 0.05
-_LONGEST_PATH = 4096
+_MAX_PATH_CHARACTERS = 4096
 
 
 class _StoredCheck(Record):
@@ -127,7 +127,7 @@ def describe(location: EngineLocation) -> str:
     if location.package:
         return f"{location.package} {location.package_version}"
     program = location.llama_server or location.rpc_server
-    return printable(str(program.parent), _LONGEST_PATH) if program else location.found_by
+    return printable(str(program.parent), _MAX_PATH_CHARACTERS) if program else location.found_by
 
 
 def examine_engine(location: EngineLocation) -> Engine:
@@ -243,7 +243,7 @@ def _sole_check(stored: Path) -> Iterator[None]:
         ) from error
     with lock:
         # The lock only saves doing the same twice, and whoever holds it may be suspended (Ctrl-Z).
-        ends = time.monotonic() + _LONGEST_WAIT_SECONDS
+        ends = time.monotonic() + _MAX_WAIT_SECONDS
         while time.monotonic() < ends:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

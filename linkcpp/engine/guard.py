@@ -34,8 +34,8 @@ from linkcpp.engine.wire_tensor import parse_tensors
 
 # Some 50,000 tensors; the server holds a graph about three times over while it takes it in.
 _GRAPH_BYTES = 1 << 24
-_MOST_BUFFERS = 1 << 16
-_MOST_UNANSWERED = 1 << 10
+_MAX_BUFFERS = 1 << 16
+_MAX_UNANSWERED = 1 << 10
 _BUFFER_OF_TENSOR = struct.Struct("<12xQ")
 _NAME_AT = 228
 _NODE_COUNT = struct.Struct("<4xI")
@@ -252,8 +252,8 @@ class LinkGuard:
             whole_bytes = None
 
     def _check_waiting(self) -> None:
-        if len(self._owed) >= _MOST_UNANSWERED:
-            raise WireError(f"More than {_MOST_UNANSWERED} requests wait for answers.")
+        if len(self._owed) >= _MAX_UNANSWERED:
+            raise WireError(f"More than {_MAX_UNANSWERED} requests wait for answers.")
 
     def _owed_for(self, command: Command, payload: memoryview) -> _Owed | None:
         """Check a request and return the answer that it will get, if any."""
@@ -292,7 +292,7 @@ class LinkGuard:
     def _reserve(self, size_bytes: int) -> _Owed:
         account = self._account
         fits = account.allocated_bytes + size_bytes <= account.memory_bytes
-        if not fits or len(self._buffers) >= _MOST_BUFFERS:
+        if not fits or len(self._buffers) >= _MAX_BUFFERS:
             return _Owed(Command.ALLOC_BUFFER, own_answer=_NO_BUFFER)
         account.allocated_bytes += size_bytes
         self._reserved_bytes += size_bytes

@@ -14,7 +14,7 @@ STOPPED_SECONDS = 10.0
 SILENT_SECONDS = 120.0
 # Between two looks: whoever looks did not run then, so nothing is known of that time. A machine
 # that slept, or had no time for anybody, makes no program a hung one.
-LONGEST_GAP_SECONDS = 15.0
+MAX_GAP_SECONDS = 15.0
 # Timers and threads that wait take that much.
 _STILL_SHARE = 0.002
 
@@ -62,7 +62,7 @@ def judge(sights: Sequence[Sight]) -> Verdict:
 
 def _since_the_last_gap(sights: Sequence[Sight]) -> Sequence[Sight]:
     for index in range(len(sights) - 1, 0, -1):
-        if sights[index].at_seconds - sights[index - 1].at_seconds > LONGEST_GAP_SECONDS:
+        if sights[index].at_seconds - sights[index - 1].at_seconds > MAX_GAP_SECONDS:
             return sights[index:]
     return sights
 

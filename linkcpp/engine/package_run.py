@@ -13,7 +13,7 @@ from typing import IO
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.staging import ProgressReport, disk_error
 
-_LONGEST_LINE_BYTES = 64 * 1024
+_MAX_LINE_BYTES = 64 * 1024
 _END_SECONDS = 5.0
 # ninja: "[12/345] Building …"; make: "[ 42%] Building …".
 _NINJA = re.compile(r"\[(\d+)/(\d+)\] ")
@@ -124,7 +124,7 @@ def _run(
 
 
 def _lines(stream: IO[bytes] | None) -> Iterator[bytes]:
-    while stream is not None and (line := stream.readline(_LONGEST_LINE_BYTES)):
+    while stream is not None and (line := stream.readline(_MAX_LINE_BYTES)):
         yield line
 
 

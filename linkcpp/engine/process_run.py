@@ -17,9 +17,9 @@ from linkcpp.engine.process_spec import ProcessSpec, clean_line
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _READ_BYTES = 1 << 16
-_LONGEST_LINE = 1 << 14
+_MAX_LINE_CHARACTERS = 1 << 14
 # More than the longest time that it takes to call a program hung.
-_MOST_SIGHTS = 256
+_MAX_SIGHTS = 256
 # The program sees a terminal, but its output goes to a file; and an abort of ggml would start a
 # debugger, whose words bury the reason.
 _QUIET = {"TERM": "dumb", "NO_COLOR": "1", "GGML_NO_BACKTRACE": "1"}
@@ -75,7 +75,7 @@ class KeptRun:
             *lines, partial = (partial + decoder.decode(data)).split("\n")
             for line in lines:
                 self._take_line(clean_line(line))
-            if len(partial) > _LONGEST_LINE:
+            if len(partial) > _MAX_LINE_CHARACTERS:
                 self._take_line(clean_line(partial))
                 partial = ""
         if partial:
@@ -112,7 +112,7 @@ async def wait_until_hung(
     ``probe`` asks the program something that it answers at once, whatever else it does, and tells
     whether it did; without one only the system is asked.
     """
-    sights: deque[Sight] = deque(maxlen=_MOST_SIGHTS)
+    sights: deque[Sight] = deque(maxlen=_MAX_SIGHTS)
     while True:
         is_silent = probe is not None and not await probe()
         if (sight := _sight_of(pid, is_silent=is_silent)) is not None:

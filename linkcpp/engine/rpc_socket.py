@@ -26,7 +26,7 @@ from linkcpp.engine.wire import (
 )
 
 # Linux takes at most this many buffers in one call (IOV_MAX).
-_MOST_BUFFERS = 1000
+_MAX_BUFFERS = 1000
 
 
 class AllocationError(LinkcppError):
@@ -193,7 +193,7 @@ def _time_limit(seconds: float) -> bytes:
 def send_all(connection: socket.socket, parts: Sequence[Buffer]) -> None:
     """Send buffers of bytes as one stream, without joining them."""
     while parts:
-        sent = connection.sendmsg(parts[:_MOST_BUFFERS])
+        sent = connection.sendmsg(parts[:_MAX_BUFFERS])
         if sent == sum(map(len, parts)):
             return
         parts = unsent(parts, sent)

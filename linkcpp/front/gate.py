@@ -19,7 +19,7 @@ LOOK_SECONDS = 0.05
 CLEAN_SECONDS = 60.0
 WAIT_SECONDS = 90.0
 RETRY_SECONDS = 0.5
-_MOST_ROUNDS = 10
+_MAX_ROUNDS = 10
 
 
 class GateShutError(Exception):
@@ -91,7 +91,7 @@ class Gate:
             if time.monotonic() > give_up_at:
                 raise LinkcppError("Requests that failed do not end.")
             await asyncio.sleep(LOOK_SECONDS)
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             count = self._counter.value
             # A batch that is being computed may still fail, and is over when this returns.
             await self._clean()

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from linkcpp.common.sockets import tune_transport
 from linkcpp.gateway.frames import (
-    LONGEST_REST_BYTES,
+    MAX_REST_BYTES,
     FrameError,
     FrameReader,
     Opcode,
@@ -24,7 +24,7 @@ from linkcpp.gateway.liveness import Liveness
 from linkcpp.registry.relay import (
     FIN,
     HELLO_DEADLINE_SECONDS,
-    LONGEST_HELLO_BYTES,
+    MAX_HELLO_BYTES,
     PAIRED,
     PAIRING_SECONDS,
     Hello,
@@ -52,7 +52,7 @@ class Switchboard(Protocol):
 
     @property
     def buffer(self) -> memoryview:
-        """Where reads go, behind ``LONGEST_REST_BYTES`` of room; the same for all connections."""
+        """Where reads go, behind ``MAX_REST_BYTES`` of room; the same for all connections."""
 
     def said_hello(self, connection: "RelayConnection", hello: Hello) -> None:
         """Take a side that told who it is."""
@@ -143,15 +143,15 @@ class RelayConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Say where to read to."""
-        return self._board.buffer[LONGEST_REST_BYTES:]
+        return self._board.buffer[MAX_REST_BYTES:]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take what was read."""
         if self._is_broken:
             return
         buffer = self._board.buffer
-        start, end = LONGEST_REST_BYTES - len(self._rest), LONGEST_REST_BYTES + nbytes
-        buffer[start:LONGEST_REST_BYTES] = self._rest
+        start, end = MAX_REST_BYTES - len(self._rest), MAX_REST_BYTES + nbytes
+        buffer[start:MAX_REST_BYTES] = self._rest
         self._liveness.was_heard = True
         self.received_bytes += nbytes
         try:
@@ -253,7 +253,7 @@ class RelayConnection(asyncio.BufferedProtocol):
 
     def _read_hello(self, payload: bytes, *, is_whole: bool) -> None:
         self._hello += payload
-        if len(self._hello) > LONGEST_HELLO_BYTES:
+        if len(self._hello) > MAX_HELLO_BYTES:
             raise FrameError("the first message is too long", RelayCloseCode.MALFORMED)
         if not is_whole:
             return

@@ -1,7 +1,7 @@
 """WebSocket frames (RFC 6455, section 5) as a server reads and writes them. Pure.
 
 Payload is handed out unmasked in pieces as it comes, however long its frame is; what of a frame is
-less than ``LEAST_PIECE_BYTES`` comes whole. So do control frames and text, which are short: the
+less than ``MIN_PIECE_BYTES`` comes whole. So do control frames and text, which are short: the
 only text of a relay is ``fin``.
 """
 
@@ -18,11 +18,11 @@ except ImportError:  # a platform for which websockets has no compiled part
     from websockets.utils import apply_mask
 
 PROTOCOL_ERROR: Final = 1002
-LONGEST_SHORT_BYTES: Final = 125
+MAX_SHORT_BYTES: Final = 125
 # Of a frame that is not whole less than this waits for more: clients bound how many fragments a
 # message may come in (``websockets``: 4,096), and of a record nobody can use a part.
-LEAST_PIECE_BYTES: Final = 64 * 1024
-LONGEST_REST_BYTES: Final = LEAST_PIECE_BYTES
+MIN_PIECE_BYTES: Final = 64 * 1024
+MAX_REST_BYTES: Final = MIN_PIECE_BYTES
 _FINAL: Final = 0x80
 _RESERVED: Final = 0x70
 _MASKED: Final = 0x80
@@ -129,7 +129,7 @@ def short_frame(opcode: Opcode, payload: bytes) -> bytes:
 
 def close_frame(code: int, reason: str) -> bytes:
     """Write a close frame; a long reason is cut."""
-    text = reason.encode()[: LONGEST_SHORT_BYTES - 2].decode(errors="ignore")
+    text = reason.encode()[: MAX_SHORT_BYTES - 2].decode(errors="ignore")
     return short_frame(Opcode.CLOSE, struct.pack("!H", code) + text.encode())
 
 
@@ -168,7 +168,7 @@ class FrameReader:
     def read(self, data: memoryview, start: int, end: int) -> Iterator[Piece]:
         """Hand out what is at ``start`` to ``end``, in order.
 
-        Afterwards ``taken`` is where a rest of at most ``LONGEST_REST_BYTES`` begins, which has to
+        Afterwards ``taken`` is where a rest of at most ``MAX_REST_BYTES`` begins, which has to
         stand before the next portion.
 
         Raises:
@@ -177,7 +177,7 @@ class FrameReader:
         self.taken = start
         while True:
             if self._left_bytes:
-                if end - self.taken < min(self._left_bytes, LEAST_PIECE_BYTES):
+                if end - self.taken < min(self._left_bytes, MIN_PIECE_BYTES):
                     return
                 yield self._take(data, end)
                 continue
@@ -235,13 +235,13 @@ class FrameReader:
 
     def _take_short(self, head: FrameHead, data: memoryview, end: int) -> Piece | None:
         if head.opcode == Opcode.TEXT:
-            is_short = head.is_final and head.payload_bytes <= LONGEST_SHORT_BYTES
+            is_short = head.is_final and head.payload_bytes <= MAX_SHORT_BYTES
             if self._is_inside_message or not is_short:
                 raise FrameError("text that is not `fin`", RelayCloseCode.MALFORMED)
         else:
             _require(head.opcode in _CONTROL, "an unknown opcode")
             _require(head.is_final, "a control frame in pieces")
-            _require(head.payload_bytes <= LONGEST_SHORT_BYTES, "a control frame over 125 bytes")
+            _require(head.payload_bytes <= MAX_SHORT_BYTES, "a control frame over 125 bytes")
         start = self.taken + head.head_bytes
         stop = start + head.payload_bytes
         if stop > end:

@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 from linkcpp.common.callers import Headers, caller
 from linkcpp.common.descriptors import is_near_descriptor_limit
 from linkcpp.gateway.connection import RelayConnection
-from linkcpp.gateway.frames import LONGEST_REST_BYTES
+from linkcpp.gateway.frames import MAX_REST_BYTES
 from linkcpp.gateway.pairing import Ended, Event, PairingTable, Seat
 from linkcpp.gateway.upgrade import UpgradeError, upgrade_response
-from linkcpp.registry.fields import MOST_EDGES_PER_GATEWAY
+from linkcpp.registry.fields import MAX_EDGES_PER_GATEWAY
 from linkcpp.registry.relay import Hello, RelayCloseCode
 from linkcpp.registry.tickets import HubKey, TicketError, verify_edge_ticket
 
@@ -28,8 +28,8 @@ class RelayLimits(NamedTuple):
     that the process may have open are left to others.
     """
 
-    edges: int = MOST_EDGES_PER_GATEWAY
-    unpaired: int = MOST_EDGES_PER_GATEWAY
+    edges: int = MAX_EDGES_PER_GATEWAY
+    unpaired: int = MAX_EDGES_PER_GATEWAY
     unpaired_per_caller: int = 512
     spare_descriptors: int = 128
 
@@ -61,7 +61,7 @@ class Relay:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.gateway_id: Final = gateway_id
-        self.buffer = memoryview(bytearray(LONGEST_REST_BYTES + READ_BYTES))
+        self.buffer = memoryview(bytearray(MAX_REST_BYTES + READ_BYTES))
         self._hub = hub
         self._limits = limits or RelayLimits()
         self._clock = clock

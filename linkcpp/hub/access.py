@@ -42,8 +42,8 @@ _LIMITED_PATHS: Final = ("/v1/join", "/v1/tokens")
 # They come too often to be worth a line each.
 _QUIET_PATHS: Final = ("/v1/heartbeat", "/v1/gateways/heartbeat", "/v1/health", "/metrics")
 _PARTIAL: Final = 206
-_MOST_TOKENS_REMEMBERED: Final = 50_000
-_LONGEST_METHOD: Final = 16
+_MAX_TOKENS_REMEMBERED: Final = 50_000
+_MAX_METHOD_CHARACTERS: Final = 16
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class TokenCheck:
         claims = self._remembered(key) or self._verified(token)
         self._check_machine(claims)
         self._claims[key] = claims
-        if len(self._claims) > _MOST_TOKENS_REMEMBERED:
+        if len(self._claims) > _MAX_TOKENS_REMEMBERED:
             self._claims.popitem(last=False)
         return Caller(claims.sub, claims.role)
 
@@ -200,7 +200,7 @@ class Access:
         known: Caller | None = state.get("caller")
         told = {
             "request_id": request_id_of(scope),
-            "method": printable(method, _LONGEST_METHOD),
+            "method": printable(method, _MAX_METHOD_CHARACTERS),
             "path": printable(path, 200),
             "status": status,
             "ms": round(seconds * 1000, 2),
@@ -213,7 +213,7 @@ class Access:
 def _check_head(scope: Scope) -> None:
     # The server bounds what it waits for; a long head that comes in one piece is refused here.
     method = scope.get("method", "")
-    if len(method) > _LONGEST_METHOD:
+    if len(method) > _MAX_METHOD_CHARACTERS:
         raise HubProblem(405, "unknown_method", "There is no such method.")
     head_bytes = len(method) + len(scope["raw_path"]) + len(scope["query_string"])
     head_bytes += sum(len(name) + len(value) for name, value in scope["headers"])

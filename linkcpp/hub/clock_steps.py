@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 # What a clock that is only slewed, or a busy machine, does not make.
-_LEAST_STEP_SECONDS = 5.0
+_MIN_STEP_SECONDS = 5.0
 
 
 class ClockSteps:
@@ -18,7 +18,7 @@ class ClockSteps:
         """Return by how many seconds the clock was set since the last call; below 0: set back."""
         ahead = self._clock() - self._steady()
         step = ahead - self._ahead
-        if abs(step) < _LEAST_STEP_SECONDS:
+        if abs(step) < _MIN_STEP_SECONDS:
             return 0.0
         self._ahead = ahead
         return step

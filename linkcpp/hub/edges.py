@@ -34,16 +34,16 @@ from linkcpp.registry.tickets import EDGE_TICKET_SECONDS, EdgeClaims, sign_edge_
 
 # An edge of which neither a gateway nor its node told anything for so long is closed.
 UNSEEN_SECONDS = 15 * 60.0
-_MOST_EDGES_PER_MACHINE = 256
+_MAX_EDGES_PER_MACHINE = 256
 # So that one coordinator does not take all that a node may have. An edge of which nobody told for
 # longer than a few heartbeats does not count: its coordinator was killed.
-_MOST_EDGES_PER_PAIR = 8
+_MAX_EDGES_PER_PAIR = 8
 _TOLD_LATELY_SECONDS = 60.0
 _CREATIONS_AT_ONCE = 128
 _SECONDS_PER_CREATION = 1.0
 # All edges of a machine may lose their gateway at once, and then look for other ways again and
 # again; who is refused goes on with the offer that it has, and asks again.
-_RENEWALS_AT_ONCE = 4 * _MOST_EDGES_PER_MACHINE
+_RENEWALS_AT_ONCE = 4 * _MAX_EDGES_PER_MACHINE
 _SECONDS_PER_RENEWAL = 0.05
 
 
@@ -209,16 +209,16 @@ class Edges:
         edges = self._directory.edges_of(backbone_id, with_pending=True)
         limit = now - _TOLD_LATELY_SECONDS
         between = [edge for edge in edges if edge.node_id == node_id and edge.last_seen >= limit]
-        if len(between) >= _MOST_EDGES_PER_PAIR:
+        if len(between) >= _MAX_EDGES_PER_PAIR:
             raise HubProblem(
                 409,
                 "too_many_edges",
                 f"This machine has {len(between)} edges to that node already.",
                 hint="Stop a coordinator that uses the node, or wait a minute if it was killed.",
             )
-        if len(edges) >= _MOST_EDGES_PER_MACHINE:
+        if len(edges) >= _MAX_EDGES_PER_MACHINE:
             raise HubProblem(409, "too_many_edges", "This machine has too many edges already.")
-        if len(self._directory.edges_of(node_id, with_pending=True)) >= _MOST_EDGES_PER_MACHINE:
+        if len(self._directory.edges_of(node_id, with_pending=True)) >= _MAX_EDGES_PER_MACHINE:
             raise HubProblem(409, "too_many_edges", "That node has too many edges already.")
 
     def _choose(self, edge: Edge, now: float) -> str | None:

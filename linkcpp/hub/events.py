@@ -11,7 +11,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from linkcpp.registry.edges import HubEvent, RevokedEvent
 from linkcpp.registry.relay import RelayCloseCode
 
-_MOST_QUEUED = 256
+_MAX_QUEUED = 256
 _SEND_SECONDS = 3.0
 
 
@@ -24,7 +24,7 @@ class _Listener:
         self.wake = asyncio.Event()
 
     def push(self, text: str) -> None:
-        if len(self.queue) >= _MOST_QUEUED:
+        if len(self.queue) >= _MAX_QUEUED:
             self.close(RelayCloseCode.STALLED, "it does not read what is pushed")
             return
         self.queue.append(text)

@@ -21,7 +21,7 @@ from linkcpp.registry.records import (
 )
 
 _PREFIX = "lcj_"
-_MOST_TOKENS = 10_000
+_MAX_TOKENS = 10_000
 _KEPT_SECONDS = 30 * 86400.0
 _TAKEN_BY = {
     Role.NODE: "`linkcpp join URL --token -`",
@@ -42,7 +42,7 @@ def create_join_token(
     table = JOIN_TOKENS.c
     connection.execute(delete(JOIN_TOKENS).where(table.expires_at < now - _KEPT_SECONDS))
     count = connection.execute(select(func.count()).select_from(JOIN_TOKENS)).scalar_one()
-    if count >= _MOST_TOKENS:
+    if count >= _MAX_TOKENS:
         raise HubProblem(409, "too_many", f"There are {count} join tokens already.")
     token = _PREFIX + secrets.token_urlsafe(32)
     # Later than every revocation, though the clock was set back since: it lets in who was revoked.

@@ -16,7 +16,7 @@ ANSWER_SECONDS = 3.0
 # After a start of the hub nodes are on their way back, and come with their next heartbeat at last.
 _RETURN_SECONDS = 1.2 * HEARTBEAT_SECONDS
 # Many nodes are asked so rarely that their answers are no more than so many a second.
-_MOST_ANSWERS_PER_SECOND = 500
+_MAX_ANSWERS_PER_SECOND = 500
 
 
 class Lookout:
@@ -47,7 +47,7 @@ class Lookout:
     async def silent(self, node_ids: Collection[str]) -> frozenset[str]:
         """Ask nodes whether they are there; return those that do not answer in time."""
         now = self._clock()
-        fresh_since = now - max(self.fresh_seconds, len(node_ids) / _MOST_ANSWERS_PER_SECOND)
+        fresh_since = now - max(self.fresh_seconds, len(node_ids) / _MAX_ANSWERS_PER_SECOND)
         asked = {
             node_id: self._ask(node_id)
             for node_id in node_ids

@@ -4,7 +4,7 @@ import heapq
 
 from linkcpp.registry.proofs import PROOF_WINDOW_SECONDS
 
-_MOST = 200_000
+_MAX_NONCES = 200_000
 
 
 class NonceMemory:
@@ -31,7 +31,7 @@ class NonceMemory:
         self.note_time(now)
         while self._order and self._order[0][0] < now:
             self._seen.discard(heapq.heappop(self._order)[1])
-        if proof_time < self._started or nonce in self._seen or len(self._order) >= _MOST:
+        if proof_time < self._started or nonce in self._seen or len(self._order) >= _MAX_NONCES:
             return False
         self._seen.add(nonce)
         # Also until a proof of a time to come, from before the clock was set back, is too old.

@@ -14,8 +14,8 @@ from linkcpp.hub.service import Hub
 # Machines ping too; together both ends notice a dead link, and proxies see traffic in time.
 _PING_INTERVAL_SECONDS = 20.0
 _PING_TIMEOUT_SECONDS = 20.0
-_LONGEST_MESSAGE_BYTES = 4096
-_MOST_CONNECTIONS = 40_000
+_MAX_MESSAGE_BYTES = 4096
+_MAX_CONNECTIONS = 40_000
 # What the database, the log and files of models may need besides.
 _RESERVED_DESCRIPTORS = 200
 
@@ -40,7 +40,7 @@ async def serve_hub(
     server = make_server(
         app,
         http=HubHttpProtocol,
-        max_message_bytes=_LONGEST_MESSAGE_BYTES,
+        max_message_bytes=_MAX_MESSAGE_BYTES,
         ping_interval_seconds=_PING_INTERVAL_SECONDS,
         ping_timeout_seconds=_PING_TIMEOUT_SECONDS,
     )
@@ -67,5 +67,5 @@ def tune_collector() -> None:
 
 
 def _most_connections() -> int:
-    most = raise_descriptor_limit(_MOST_CONNECTIONS + _RESERVED_DESCRIPTORS)
+    most = raise_descriptor_limit(_MAX_CONNECTIONS + _RESERVED_DESCRIPTORS)
     return max(64, most - _RESERVED_DESCRIPTORS)

@@ -24,7 +24,7 @@ from linkcpp.hub.heartbeat_rows import HeartbeatRow, LeaveRow, write_heartbeats
 from linkcpp.hub.problems import HubProblem
 
 _T = TypeVar("_T")
-_MOST_WAITING = 50_000
+_MAX_WAITING = 50_000
 _GATHER_SECONDS = 0.02
 _OWED_PAUSE_SECONDS = 1.0
 
@@ -121,7 +121,7 @@ class Writer:
         self._thread.shutdown()
 
     def _check_room(self) -> None:
-        if len(self._jobs) + len(self._beats) >= _MOST_WAITING:
+        if len(self._jobs) + len(self._beats) >= _MAX_WAITING:
             raise HubProblem(503, "busy", "The hub's database does not keep up.")
 
     async def _run(self) -> None:

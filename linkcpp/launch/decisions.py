@@ -15,7 +15,7 @@ FIRST_TRIES = 6
 LINK_MEMORY_SECONDS = 900.0
 FIRST_PAUSE_SECONDS = 0.5
 # Also how long a deployment has to serve for its earlier failures to count as healed.
-LONGEST_PAUSE_SECONDS = 30.0
+MAX_PAUSE_SECONDS = 30.0
 # A link may hiccup once; a node whose link fails again is not worth another interruption.
 LINK_LOSSES_FORGIVEN = 1
 
@@ -167,7 +167,7 @@ def recover(plan: Plan, history: History, failure: Failure) -> Recovery:
         if sum(node in earlier.broken_links for earlier in recent) >= LINK_LOSSES_FORGIVEN
     }
     dropped = failure.lost_nodes | unreliable
-    has_healed = failure.served_seconds >= LONGEST_PAUSE_SECONDS
+    has_healed = failure.served_seconds >= MAX_PAUSE_SECONDS
     unhealed_count = 1 if has_healed else history.unhealed_count + 1
     after = History((*recent, failure), history.excluded | dropped, unhealed_count)
     if failure.is_final:
@@ -183,7 +183,7 @@ def recover(plan: Plan, history: History, failure: Failure) -> Recovery:
     without = ", ".join(sorted(names.get(node, node) for node in dropped))
     again = f"starting again without {without}" if without else "starting again"
     pause = pause_seconds(unhealed_count)
-    soon = f" in {pause:.0f} s" if pause >= LONGEST_PAUSE_SECONDS else ""
+    soon = f" in {pause:.0f} s" if pause >= MAX_PAUSE_SECONDS else ""
     action = StartAgain(pause, bool(dropped), f"{failure.reason.rstrip('.')}; {again}{soon}")
     return Recovery(after, action=action)
 
@@ -192,7 +192,7 @@ def pause_seconds(unhealed_count: int) -> float:
     """Return how long to wait after that many failures in a row."""
     # Larger exponents overflow a float in the course of years.
     pause = FIRST_PAUSE_SECONDS * 2.0 ** min(unhealed_count - 1, 64)
-    return min(pause, LONGEST_PAUSE_SECONDS)
+    return min(pause, MAX_PAUSE_SECONDS)
 
 
 def _is_alike(failure: Failure, earlier: Failure) -> bool:

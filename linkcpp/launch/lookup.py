@@ -6,7 +6,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.folder import DeploymentFolder, all_deployments, existing_deployment
 from linkcpp.planning.documents import parse_plan
 
-MOST_PLAN_BYTES = 16 * 2**20
+MAX_PLAN_BYTES = 16 * 2**20
 
 
 def find_deployment(word: str | None) -> DeploymentFolder:
@@ -19,7 +19,7 @@ def find_deployment(word: str | None) -> DeploymentFolder:
         return existing_deployment(word)
     try:
         with Path(word).expanduser().open("rb") as file:
-            plan = parse_plan(file.read(MOST_PLAN_BYTES), source=word)
+            plan = parse_plan(file.read(MAX_PLAN_BYTES), source=word)
     except OSError as error:
         raise LinkcppError(
             f"The plan {word} cannot be read: {(error.strerror or str(error)).lower()}.",

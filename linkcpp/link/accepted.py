@@ -22,7 +22,7 @@ from linkcpp.registry.relay import PAIRING_SECONDS, Hello, RelayCloseCode
 
 # The path in use, one that may replace it, and one that is not known to be dead yet.
 _MAX_CHANNELS = 3
-_MOST_DIALS = 2
+_MAX_DIALS = 2
 _ALIVE_SECONDS = 2.0
 # The coordinator asks every few seconds; a channel is dead where nothing came for longer.
 _SILENT_TIMES = 3.0
@@ -190,7 +190,7 @@ class AcceptedEdge:
     def _dial(self, url: str) -> None:
         used = self._active.path if self._active else None
         spare = [known for known in self._dials if _relay_path(known) != used]
-        for known in spare[: max(0, len(self._dials) + 1 - _MOST_DIALS)]:
+        for known in spare[: max(0, len(self._dials) + 1 - _MAX_DIALS)]:
             self._dials.pop(known).cancel()
         task = asyncio.create_task(self._stay_at_relay(url))
         self._dials[url] = task

@@ -28,9 +28,9 @@ from linkcpp.registry.relay import (
 )
 from linkcpp.registry.tickets import HubKey, TicketError, verify_edge_ticket
 
-MOST_EDGES = 32
+MAX_EDGES = 32
 
-MOST_STRANGERS = 128
+MAX_STRANGERS = 128
 # A coordinator may dial before the hub's offer has come to the node.
 _OFFER_SECONDS = 5.0
 _SWEEP_SECONDS = 5.0
@@ -153,7 +153,7 @@ class EdgeAcceptor:
             _log.info("a direct path ended: %s", error.reason)
 
     async def _admit(self, transport: Transport) -> AcceptedEdge:
-        if len(self._strangers) >= MOST_STRANGERS:
+        if len(self._strangers) >= MAX_STRANGERS:
             # The newcomer may have a ticket; who said nothing for longest has least to say.
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
@@ -206,12 +206,12 @@ class EdgeAcceptor:
         )
 
     async def _new_edge(self, offer: EdgeOffer, keys: EdgeKeys) -> AcceptedEdge:
-        if len(self._edges) >= MOST_EDGES:
+        if len(self._edges) >= MAX_EDGES:
             idle = [
                 (edge.idle_since, known) for known, edge in self._edges.items() if not edge.path
             ]
             if not idle:
-                raise LinkcppError(f"This node has {MOST_EDGES} edges already.")
+                raise LinkcppError(f"This node has {MAX_EDGES} edges already.")
             await self.close_edge(min(idle)[1], "newer edges take its place")
         host, port = self._agent_address
         return AcceptedEdge(

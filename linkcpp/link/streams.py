@@ -15,7 +15,7 @@ from linkcpp.link.session import Frame, SessionError
 
 _HEAD = struct.Struct("<BI")  # type, stream
 _NUMBER = struct.Struct("<BII")  # type, stream, credit or code
-_MOST_ID = 2**32 - 1
+_MAX_STREAM_ID = 2**32 - 1
 # What a stream may have waiting to be sent; its writer then pauses.
 _QUEUE_BYTES = 2 * CHUNK_BYTES
 # Those who send all the time get a turn after this many of those who just began.
@@ -105,7 +105,7 @@ class Multiplexer:
     @property
     def has_room(self) -> bool:
         """Whether a stream can be opened."""
-        has_place = len(self._streams) < self._limits.streams and self._last_id < _MOST_ID
+        has_place = len(self._streams) < self._limits.streams and self._last_id < _MAX_STREAM_ID
         # Without a channel, streams that come and go leave frames behind.
         return has_place and len(self._control) < self._limits.control_frames
 

@@ -11,7 +11,7 @@ from linkcpp.link.handshake import EdgeKeys, parse_edge_key
 from linkcpp.link.offers import Dialled, EdgeEndedError, OfferSource
 from linkcpp.registry.edges import EdgeOffer, EdgeRole
 from linkcpp.registry.encoding import encode
-from linkcpp.registry.fields import MOST_GATEWAYS
+from linkcpp.registry.fields import MAX_GATEWAYS
 
 _TICKET_RESERVE_SECONDS = 30.0
 _AVOID_SECONDS = 30.0
@@ -60,7 +60,7 @@ class OfferSupply:
         now = monotonic()
         self._avoided = {known: until for known, until in self._avoided.items() if until > now}
         try:
-            offer = await self._source.offer(tuple(self._avoided)[:MOST_GATEWAYS])
+            offer = await self._source.offer(tuple(self._avoided)[:MAX_GATEWAYS])
         except EdgeEndedError:
             raise
         except LinkcppError:

@@ -20,12 +20,12 @@ MAXIMUM_NAME_BYTES: Final = 63  # GGML_MAX_NAME less its terminator
 MAXIMUM_DIMENSIONS: Final = 4
 MAXIMUM_ELEMENTS: Final = 2**63 - 1
 # Longer arrays (token lists, merges) are passed over; per-layer numbers are far shorter.
-LONGEST_KEPT_ARRAY: Final = 1024
-LONGEST_KEPT_STRING: Final = 2**16
+MAX_KEPT_ARRAY_ITEMS: Final = 1024
+MAX_KEPT_STRING_BYTES: Final = 2**16
 # Far above any real model; they bound what a hostile header can make us build.
 MAXIMUM_PAIRS: Final = 2**12
 MAXIMUM_STRINGS: Final = 2**22
-LONGEST_KEY_BYTES: Final = 2**16 - 1
+MAX_KEY_BYTES: Final = 2**16 - 1
 MAXIMUM_TENSORS: Final = 2**17
 SMALLEST_PAIR_BYTES: Final = 8 + 4 + 1
 SMALLEST_TENSOR_BYTES: Final = 8 + 4 + 8 + 4 + 8
@@ -101,8 +101,8 @@ def read_header(source: ByteSource) -> Header:
     metadata: dict[str, Value] = {}
     for _ in range(pair_count):
         raw_key = cursor.string()
-        if len(raw_key) > LONGEST_KEY_BYTES:
-            _refuse(source, f"a key has {len(raw_key)} bytes; GGUF allows {LONGEST_KEY_BYTES}")
+        if len(raw_key) > MAX_KEY_BYTES:
+            _refuse(source, f"a key has {len(raw_key)} bytes; GGUF allows {MAX_KEY_BYTES}")
         key = _text(raw_key, source, "a key")
         if key in metadata:
             _refuse(source, f"it has the key {key} twice")
@@ -139,7 +139,7 @@ def _read_preamble(cursor: HeaderCursor, source: ByteSource) -> int:
 def _read_value(cursor: HeaderCursor, kind: int, source: ByteSource) -> Value:
     if kind == STRING_TYPE:
         length = cursor.u64()
-        if length > LONGEST_KEPT_STRING:
+        if length > MAX_KEPT_STRING_BYTES:
             cursor.skip(length)
             return None
         return cursor.take(length).decode("utf-8", "replace")
@@ -162,7 +162,7 @@ def _read_array(cursor: HeaderCursor, source: ByteSource) -> Value:
         _refuse(source, "it has an array of arrays, which llama.cpp does not read")
     elif kind in SCALARS:
         size = SCALARS[kind].size
-        if count <= LONGEST_KEPT_ARRAY:
+        if count <= MAX_KEPT_ARRAY_ITEMS:
             letter = SCALARS[kind].format[-1:]
             return struct.unpack(f"<{count}{letter}", cursor.take(size * count))
         cursor.skip(size * count)

@@ -31,7 +31,7 @@ from linkcpp.model.roles import (
 from linkcpp.model.state import LayerState, layer_state
 
 TENSOR_ALIGNMENT_BYTES = 32
-LONGEST_NAME = 120
+MAX_NAME_CHARACTERS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,5 +251,5 @@ def _shape(
 def _name(identity: ModelIdentity, metadata: Mapping[str, Value]) -> str:
     given = metadata.get("general.name")
     name = given if isinstance(given, str) else ""
-    name = "".join(letter for letter in name if letter.isprintable()).strip()[:LONGEST_NAME]
+    name = "".join(letter for letter in name if letter.isprintable()).strip()[:MAX_NAME_CHARACTERS]
     return name or identity.unnamed or identity.source.rpartition("/")[2].removesuffix(".gguf")

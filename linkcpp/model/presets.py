@@ -29,7 +29,7 @@ from linkcpp.model.parts import is_url
 from linkcpp.model.records import ModelInventory
 
 EVERY_LAYER = "*"
-_MOST_OFFERED = 3
+_MAX_OFFERED = 3
 # By this measure 122B is like 12B, and 235B is not.
 _LIKENESS = 0.6
 _LAYER_RANGE = re.compile(r"(\d+)(?:-(\d+))?(?:/(\d+))?")
@@ -212,8 +212,8 @@ def _unknown(text: str) -> LinkcppError:
     known = {_normal(name): name for preset in presets() for name in preset.aliases}
     wanted = _normal(text)
     starting = [name for name in known if wanted and name.startswith(wanted)]
-    nearest = difflib.get_close_matches(wanted, known, n=_MOST_OFFERED, cutoff=_LIKENESS)
-    names = list(dict.fromkeys([*starting, *nearest]))[:_MOST_OFFERED]
+    nearest = difflib.get_close_matches(wanted, known, n=_MAX_OFFERED, cutoff=_LIKENESS)
+    names = list(dict.fromkeys([*starting, *nearest]))[:_MAX_OFFERED]
     offered = ", ".join(known[name] for name in names)
     return LinkcppError(
         f"{text!r} is neither a file nor a known preset.",

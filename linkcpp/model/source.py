@@ -21,7 +21,7 @@ from linkcpp.common.text import shell_command
 # Small enough to stay in a core's cache between reading, hashing and writing.
 PIECE_BYTES = 256 * 2**10
 # Of a folder without end only so many entries are held against a name that is not there.
-_MOST_LOOKED_AT = 10_000
+_MAX_LOOKED_AT = 10_000
 
 
 class ByteSource(Protocol):
@@ -186,7 +186,7 @@ def _missing_hint(path: Path) -> str:
 
 def _models_in(folder: Path) -> list[str]:
     try:
-        found = itertools.islice(folder.glob("*.gguf"), _MOST_LOOKED_AT)
+        found = itertools.islice(folder.glob("*.gguf"), _MAX_LOOKED_AT)
         return sorted(entry.name for entry in found)
     except OSError:
         return []

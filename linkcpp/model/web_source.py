@@ -30,8 +30,8 @@ RETRY_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 HUB_RETRY_PAUSES_SECONDS = (*RETRY_PAUSES_SECONDS, *(10.0,) * 10)
 # A server that says when to come again is asked for so long, as nothing is wrong with it.
 BUSY_PATIENCE_SECONDS = 1800.0
-_LONGEST_PAUSE_SECONDS = 30.0
-_LONGEST_ERROR_BYTES = 4096
+_MAX_PAUSE_SECONDS = 30.0
+_MAX_ERROR_BYTES = 4096
 _PASSING_STATUS = (429, 500, 502, 503, 504)
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -46,7 +46,7 @@ class _BusyError(_PassingError):
 
     def __init__(self, name: str, pause_seconds: float) -> None:
         super().__init__(f"The server of {name} is busy.", hint="Try again later.")
-        self.pause_seconds = min(pause_seconds, _LONGEST_PAUSE_SECONDS)
+        self.pause_seconds = min(pause_seconds, _MAX_PAUSE_SECONDS)
 
 
 class WebSource(Closing):
@@ -253,7 +253,7 @@ class WebSource(Closing):
         body = bytearray()
         for piece in response.iter_raw():
             body += piece
-            if len(body) > _LONGEST_ERROR_BYTES:
+            if len(body) > _MAX_ERROR_BYTES:
                 break
         message, hint = f"The server of {self.name} answers HTTP {status}.", None
         with contextlib.suppress(ValidationError):

@@ -23,7 +23,7 @@ from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
 PING_INTERVAL_SECONDS = 5.0
 PING_TIMEOUT_SECONDS = 30.0
 
-_LONGEST_ANSWER_BYTES = 16 * 2**20
+_MAX_ANSWER_BYTES = 16 * 2**20
 _WRITE_LIMIT_BYTES = 512 * 1024
 _HINT_REACH = "See that `linkcpp node` runs there and that no firewall blocks its port."
 _HINT_TOKEN = (
@@ -120,7 +120,7 @@ class NodeConnection(AsyncClosing):
         async with self._exchange(request) as response:
             # Before the body: a host that closes after its answer has no address any more.
             peer = response.extensions["network_stream"].get_extra_info("server_addr")
-            body = await read_bounded(response, _LONGEST_ANSWER_BYTES)
+            body = await read_bounded(response, _MAX_ANSWER_BYTES)
         if peer is None:
             raise self._node.unreachable(ConnectionError("it closed the connection at once"))
         if response.status_code != httpx.codes.OK:
@@ -224,7 +224,7 @@ class NodeConnection(AsyncClosing):
             timeout=timeout_seconds or self._timeout_seconds,
         )
         async with self._exchange(request) as response:
-            body = await read_bounded(response, _LONGEST_ANSWER_BYTES)
+            body = await read_bounded(response, _MAX_ANSWER_BYTES)
         if not response.is_success:
             raise self._refusal(response.status_code, body)
         return body

@@ -15,7 +15,7 @@ from linkcpp.node.records import SliceState
 from linkcpp.node.slice_store import SliceStore
 from linkcpp.registry.client import joined_client
 from linkcpp.registry.credentials import HubCredentials
-from linkcpp.registry.fields import MOST_MODELS_HELD, MOST_SEGMENTS
+from linkcpp.registry.fields import MAX_MODELS_HELD, MAX_SEGMENTS
 from linkcpp.registry.keys import load_keys
 from linkcpp.registry.records import HeldUnits
 
@@ -103,10 +103,10 @@ class Joining:
 
 def _held(slices: SliceStore) -> Iterator[HeldUnits]:
     ready = [record for record in slices.records() if record.state is SliceState.READY]
-    for record in ready[:MOST_MODELS_HELD]:
+    for record in ready[:MAX_MODELS_HELD]:
         yield HeldUnits.model_validate(
             {
                 "model_digest": record.model_digest,
-                "segments": record.segments[:MOST_SEGMENTS],
+                "segments": record.segments[:MAX_SEGMENTS],
             }
         )

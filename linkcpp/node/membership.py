@@ -17,7 +17,7 @@ from linkcpp.common.text import printable
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.connection import HubError, HubRefusedError
 from linkcpp.registry.edges import CloseEvent, EdgeEvent, EdgeOffer, HubEvent, LookEvent
-from linkcpp.registry.fields import MOST_EDGES_PER_NODE
+from linkcpp.registry.fields import MAX_EDGES_PER_NODE
 from linkcpp.registry.measuring import relay_rtts_ms
 from linkcpp.registry.records import HEARTBEAT_SECONDS, Heartbeat, HeldUnits, NodeState
 
@@ -26,7 +26,7 @@ MEASURE_SECONDS = 120.0
 # After a deployment has ended somebody may plan the next one at once.
 _LOOK_SECONDS = 2.0
 _FIRST_PAUSE_SECONDS = 0.5
-_LONGEST_PAUSE_SECONDS = 30.0
+_MAX_PAUSE_SECONDS = 30.0
 # Nodes that were started together must not come all at once for ever.
 _SPREAD = 0.1
 _LEAVING_SECONDS = 2.0
@@ -119,7 +119,7 @@ class Membership:
             self._wake.clear()
             state = await self._state()
             news = state if told is None or has_news(told, state) else None
-            edges = self._edges.edge_ids[:MOST_EDGES_PER_NODE]
+            edges = self._edges.edge_ids[:MAX_EDGES_PER_NODE]
             beat = Heartbeat(sequence=sequence, state=news, edges=edges)
             try:
                 answer = await self._client.heartbeat(beat)
@@ -164,7 +164,7 @@ class Membership:
                 # Until a heartbeat tells that the hub is there again.
                 async with asyncio.timeout(pause_seconds * random.uniform(0.5, 1.0)):  # noqa: S311
                     await self._heard.wait()
-            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+            pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
     async def _take(self, event: HubEvent) -> None:
         if isinstance(event, EdgeEvent):

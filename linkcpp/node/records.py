@@ -74,7 +74,7 @@ ServerId = NewType("ServerId", str)
 SliceId = NewType("SliceId", str)
 WorkerId = NewType("WorkerId", str)
 
-MOST_SEGMENTS = 512
+MAX_SEGMENTS = 512
 
 BRIDGE_OPEN = "open"
 BRIDGE_CLOSE = "close"
@@ -159,7 +159,7 @@ class SliceRequest(Record):
     )
     hub_model: ModelName | None = None
     model_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
-    segments: tuple[Segment, ...] = Field(min_length=1, max_length=MOST_SEGMENTS)
+    segments: tuple[Segment, ...] = Field(min_length=1, max_length=MAX_SEGMENTS)
 
     @model_validator(mode="after")
     def _names_a_place(self) -> Self:

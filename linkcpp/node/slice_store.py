@@ -32,7 +32,7 @@ from linkcpp.node.stored_slice import (
     finish_files,
 )
 
-_MOST_SLICES = 1024
+_MAX_SLICES = 1024
 _BATCH_BYTES = 2**20
 _ID = re.compile(r"[0-9a-f]{32}")
 _THERE_OR_FETCHED = (
@@ -304,9 +304,9 @@ class SliceStore:
         known = self._unchanging(name)
         if self._is_closing:
             raise RefusedError(409, "stopping", "This node agent is being stopped.")
-        if known is None and len(self._slices) >= _MOST_SLICES:
+        if known is None and len(self._slices) >= _MAX_SLICES:
             raise RefusedError(
-                409, "too_many_slices", f"This node has {_MOST_SLICES} slices.", hint="Delete some."
+                409, "too_many_slices", f"This node has {_MAX_SLICES} slices.", hint="Delete some."
             )
         item = known or StoredSlice(name, self._folder / name)
         self._slices[name] = item

@@ -11,7 +11,7 @@ from linkcpp.node.session import BridgeSession
 from linkcpp.node.tunnel import HOST, Listener
 
 _FIRST_RETRY_SECONDS = 0.2
-_MOST_RETRY_SECONDS = 10.0
+_MAX_RETRY_SECONDS = 10.0
 
 
 class WorkerTunnel(AsyncClosing):
@@ -119,7 +119,7 @@ class WorkerTunnel(AsyncClosing):
         pause_seconds = _FIRST_RETRY_SECONDS
         while True:
             await asyncio.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, _MOST_RETRY_SECONDS)
+            pause_seconds = min(2 * pause_seconds, _MAX_RETRY_SECONDS)
             try:
                 # Somebody else may have the address by now: the token is shown after a new proof.
                 await self._client.health()

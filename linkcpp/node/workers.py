@@ -42,7 +42,7 @@ from linkcpp.worker.frames import Limits
 from linkcpp.worker.process import READY_PATTERN, WorkerConfig
 
 # A compute link for each coordinator, and a few that probe or verify.
-MOST_BRIDGES = 8
+MAX_BRIDGES = 8
 
 _FRAME_BYTES = 32 * 2**20
 # A frame that comes in, its rows, and the answer.
@@ -138,7 +138,7 @@ class WorkerManager(Manager[ManagedWorker]):
         log_folder: Path,
         most_threads: int,
     ) -> None:
-        super().__init__("expert worker", "worker", most_bridges=MOST_BRIDGES)
+        super().__init__("expert worker", "worker", most_bridges=MAX_BRIDGES)
         self._engine = engine
         self._store = store
         self._name = name

@@ -18,7 +18,7 @@ from linkcpp.common.units import parse_bytes
 ASSUMED = "assumed"
 # A wired home network.
 ASSUMED_LINK = LinkSpeed(rtt_ms=1.0, bytes_per_second=110e6)
-_MOST_ASSUMED = 1000
+_MAX_ASSUMED = 1000
 _SPECIFICATION = re.compile(
     r"\s*(?:(?P<count>\d{1,4})\s*[x*]\s*)?(?P<size>\d[^@]*?)\s*"
     r"(?:@\s*(?P<kind>cpu|gpu)\s*(?::\s*(?P<rate>\d[^/]*)/s)?)?\s*",
@@ -41,7 +41,7 @@ def assumed_nodes(
     count = int(match["count"] or 1) if match else 0
     size = parse_bytes(match["size"]) if match else 0
     rate = parse_bytes(match["rate"]) if match and match["rate"] else None
-    if match is None or not 1 <= count <= _MOST_ASSUMED or size == 0 or rate == 0:
+    if match is None or not 1 <= count <= _MAX_ASSUMED or size == 0 or rate == 0:
         raise LinkcppError(
             f"{specification!r} does not say which machines to assume.",
             hint="Write it like 24GB, 3x24GB, 2x8GB@gpu or 24GB@gpu:936GB/s.",

@@ -14,7 +14,7 @@ import numpy as np
 
 from linkcpp.planning.problem import Chosen, Floats, Group, Integers, Problem, Solution
 
-_MOST_SPECIAL = 5
+_MAX_SPECIAL = 5
 _UNLIKE = 0.25
 
 
@@ -140,7 +140,7 @@ def _special_slots(slot_costs: Floats) -> Integers:
     """The slots that differ most from the median, if they differ much."""
     middle = float(np.median(slot_costs))
     unlike = np.abs(slot_costs - middle) / max(middle, 1e-12)
-    ranked = np.argsort(-unlike, kind="stable")[:_MOST_SPECIAL]
+    ranked = np.argsort(-unlike, kind="stable")[:_MAX_SPECIAL]
     return np.sort(ranked[unlike[ranked] > _UNLIKE])
 
 

@@ -11,7 +11,7 @@ from linkcpp.planning.sizes import missized
 from linkcpp.planning.soundness import unsound
 
 # A plan over a thousand nodes takes some hundred kilobytes.
-MOST_PLAN_BYTES = 16 * 2**20
+MAX_PLAN_BYTES = 16 * 2**20
 _MAKE_AGAIN = "Make the plan again with `linkcpp plan`."
 
 

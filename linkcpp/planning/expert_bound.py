@@ -18,9 +18,9 @@ from linkcpp.planning.expert_filling import Wanted
 from linkcpp.planning.expert_problem import ExpertProblem, Level
 from linkcpp.planning.problem import Floats, Integers
 
-_MOST_LEVELS = 384
-_MOST_ENTRIES = 400_000
-_MOST_ROUNDS = 60
+_MAX_LEVELS = 384
+_MAX_ENTRIES = 400_000
+_MAX_ROUNDS = 60
 _CLOSE_ENOUGH = 5e-4
 # Candidates of a round are looked for in so many parts of the grid, so that rounds bring variety.
 _PARTS = 4
@@ -43,13 +43,13 @@ class _Grid:
         high = min(high, max(top_ms, low))
         entry = problem.classes[number]
         counts = np.arange(1, entry.expert_count + 1) * (entry.used_count / entry.expert_count)
-        is_exact = problem.holder_count * entry.expert_count <= 4 * _MOST_LEVELS
+        is_exact = problem.holder_count * entry.expert_count <= 4 * _MAX_LEVELS
         if is_exact:
             work = np.unique(np.maximum(1.0, counts))
             times = problem.fixed_ms[:, None] + problem.expert_ms[number][:, None] * work
             levels = np.unique(times[(times >= low * (1 - 1e-7)) & (times <= high * (1 + 1e-7))])
         else:
-            count = max(16, min(_MOST_LEVELS, _MOST_ENTRIES // problem.holder_count))
+            count = max(16, min(_MAX_LEVELS, _MAX_ENTRIES // problem.holder_count))
             levels = np.geomspace(low, high, count) if high > low else np.array([low])
         self.levels: Floats = levels if len(levels) else np.array([low])
         self.limits = problem.most_experts(number, self.levels).astype(np.float64)
@@ -89,7 +89,7 @@ def relax(
     for level in known:
         master.add(level.number, level.level_ms, level.totals / level.layer_count)
     bound = 0.0
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         cost, prices, values = master.solve()
         order = np.argsort(prices, kind="stable").astype(np.int64)
         proved = -float(prices @ problem.room_bytes)

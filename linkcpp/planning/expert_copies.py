@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from linkcpp.planning.expert_problem import ExpertProblem
-from linkcpp.planning.expert_solver import MOST_HOLDERS, ExpertCounts
+from linkcpp.planning.expert_solver import MAX_HOLDERS, ExpertCounts
 from linkcpp.planning.problem import Floats, Integers
 
 Mask = npt.NDArray[np.bool_]
@@ -20,8 +20,8 @@ NOBODY = -1
 # Experts that are chosen more often than so many times the mean are placed one by one; the others
 # stay together. Where a slice gets too many segments so, fewer count as hot, at last none.
 HOTNESS = (1.5, 3.0, 6.0, float("inf"))
-# What a node takes in one slice; as linkcpp.node.records.MOST_SEGMENTS.
-MOST_SEGMENTS = 512
+# What a node takes in one slice; as linkcpp.node.records.MAX_SEGMENTS.
+MAX_SEGMENTS = 512
 _MIRRORED = 1.25
 
 
@@ -60,7 +60,7 @@ def place_copies(
     for hotness in HOTNESS if weights is not None else ():
         placed = _first_holders(problem, counts, weights, hotness)
         placed = _add_replicas(problem, placed, node_numbers, copies, weights)
-        if _most_segments(problem, placed) <= MOST_SEGMENTS:
+        if _most_segments(problem, placed) <= MAX_SEGMENTS:
             return placed
     placed = _first_holders(problem, counts, None, 0.0)
     return _add_replicas(problem, placed, node_numbers, copies, None)
@@ -184,12 +184,12 @@ def _room(problem: ExpertProblem, placed: Sequence[Copies]) -> Integers:
 
 
 def _few_holders(problem: ExpertProblem, placed: Sequence[Copies], room: Integers) -> Integers:
-    """The room of the holders in use and the nearest others, up to ``MOST_HOLDERS``."""
+    """The room of the holders in use and the nearest others, up to ``MAX_HOLDERS``."""
     used = np.zeros(problem.holder_count, dtype=np.int64)
     for entry in placed:
         used += _held(problem, entry.holders[entry.holders != NOBODY])
     near = np.lexsort((problem.expert_ms.max(axis=0) + problem.fixed_ms, used == 0))
-    chosen = near[: max(MOST_HOLDERS, int((used > 0).sum()))]
+    chosen = near[: max(MAX_HOLDERS, int((used > 0).sum()))]
     few = np.zeros_like(room)
     few[chosen] = room[chosen]
     return few

@@ -22,13 +22,13 @@ ACCEPTED_GAP = 0.003
 # Between placements whose times differ by less, the more even one is taken.
 EQUAL_TIMES = 0.001
 # Evenness alone is no reason for more links than that.
-MOST_HOLDERS = 64
+MAX_HOLDERS = 64
 _BISECTIONS = 30
-_MOST_TRIALS = 150
-_FEWEST_TRIALS = 20
+_MAX_TRIALS = 150
+_MIN_TRIALS = 20
 _WORK = 20_000
-_MOST_IMPROVED = 2
-_MOST_FLOWS = 4000
+_MAX_IMPROVED = 2
+_MAX_FLOWS = 4000
 _OFFSETS = (0.5, 0.75, 0.25, 1.0, 0.0)
 
 
@@ -132,7 +132,7 @@ def _search(
     rounded = list(_rounded(part, relaxed))
     tried = [(found, wanted) for wanted in rounded if (found := _fill(part, wanted))]
     tried.sort(key=lambda pair: _cost(part, pair[0]))
-    for _, wanted in tried[:_MOST_IMPROVED]:
+    for _, wanted in tried[:_MAX_IMPROVED]:
         if cost - bound <= ACCEPTED_GAP * cost:
             break
         found = _improve(part, wanted)
@@ -173,7 +173,7 @@ def _rounded(problem: ExpertProblem, relaxed: Relaxed) -> Iterator[list[Wanted]]
 def _improve(problem: ExpertProblem, wanted: list[Wanted]) -> list[Level]:
     """Make levels faster as long as everything still fits: whole levels, then single layers."""
     trials = 0
-    most = max(_FEWEST_TRIALS, min(_MOST_TRIALS, _WORK // (len(wanted) * problem.holder_count)))
+    most = max(_MIN_TRIALS, min(_MAX_TRIALS, _WORK // (len(wanted) * problem.holder_count)))
     has_improved = True
     while has_improved and trials < most:
         has_improved = False
@@ -195,7 +195,7 @@ def _improve(problem: ExpertProblem, wanted: list[Wanted]) -> list[Level]:
 def _fill(problem: ExpertProblem, wanted: list[Wanted]) -> list[Level] | None:
     """Find room: greedily, and where that fails and the problem is small enough, exactly."""
     found = fill_far_first(problem, wanted)
-    if found is None and len(wanted) * problem.holder_count <= _MOST_FLOWS:
+    if found is None and len(wanted) * problem.holder_count <= _MAX_FLOWS:
         found = fill_by_flow(problem, wanted)
     return found
 
@@ -243,7 +243,7 @@ def _with_few(problem: ExpertProblem, levels: Sequence[Level]) -> ExpertProblem:
     used = sum((level.totals for level in levels), np.zeros_like(problem.room_bytes))
     near = np.lexsort((problem.expert_ms.max(axis=0) + problem.fixed_ms, used == 0))
     room = np.zeros_like(problem.room_bytes)
-    chosen = near[: max(MOST_HOLDERS, int((used > 0).sum()))]
+    chosen = near[: max(MAX_HOLDERS, int((used > 0).sum()))]
     room[chosen] = problem.room_bytes[chosen]
     return replace(problem, room_bytes=room)
 

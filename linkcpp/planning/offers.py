@@ -23,9 +23,9 @@ ASSUMED_RTT_MS = 5.0
 ASSUMED_LINK_BYTES_PER_SECOND = 12.5e6  # 100 Mbit/s
 
 RESERVE_SHARE = 20  # one part in twenty
-MOST_RESERVE_BYTES = 512 * 2**20
+MAX_RESERVE_BYTES = 512 * 2**20
 # Above any machine; a node that claims more must not overflow sums of 64-bit integers.
-_MOST_BYTES = 2**50
+_MAX_OFFERED_BYTES = 2**50
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _offer(
         assumed.append(f"{name}: the link's rate was not measured, taken as 100 Mbit/s")
     if far and link is None:
         assumed.append(f"{name}: the round trip was not measured, taken as {ASSUMED_RTT_MS:.0f} ms")
-    available = min(device.offered_bytes, _MOST_BYTES)
+    available = min(device.offered_bytes, _MAX_OFFERED_BYTES)
     return Offer(
         node_id=node_id,
         node_name=name,
@@ -198,4 +198,4 @@ def reserve_bytes(available_bytes: int, options: PlanOptions) -> int:
     """What is left free of a device."""
     if options.reserve_bytes is not None:
         return options.reserve_bytes
-    return min(available_bytes // RESERVE_SHARE, MOST_RESERVE_BYTES)
+    return min(available_bytes // RESERVE_SHARE, MAX_RESERVE_BYTES)

@@ -16,7 +16,7 @@ from linkcpp.planning.costs import Costs, Windows
 from linkcpp.planning.evening import evened
 from linkcpp.planning.offers import Offer
 from linkcpp.planning.problem import Floats, Group, Integers, Problem
-from linkcpp.planning.records import MOST_DEVICES
+from linkcpp.planning.records import MAX_DEVICES
 from linkcpp.planning.solver import solve
 
 
@@ -86,8 +86,8 @@ def place(
 
 
 def _regimes(*, pipelines: bool, least_remote: int) -> Iterator[_Regime]:
-    yield _Regime(has_host_window=False, is_pipeline=pipelines, most_devices=MOST_DEVICES)
-    yield _Regime(has_host_window=True, is_pipeline=False, most_devices=MOST_DEVICES)
+    yield _Regime(has_host_window=False, is_pipeline=pipelines, most_devices=MAX_DEVICES)
+    yield _Regime(has_host_window=True, is_pipeline=False, most_devices=MAX_DEVICES)
     if pipelines and least_remote <= 1:
         yield _Regime(has_host_window=False, is_pipeline=False, most_devices=1)
 
@@ -298,7 +298,7 @@ def _undominated(offers: Sequence[Offer], windows: Windows) -> list[Offer]:
     for index in ranked.tolist():
         better: npt.NDArray[np.bool_] = (criteria[kept] >= criteria[index]).all(axis=1)
         # Dropped offers are dominated by kept ones, so counting those is enough.
-        if np.count_nonzero(better) < MOST_DEVICES:
+        if np.count_nonzero(better) < MAX_DEVICES:
             kept.append(index)
     return [offers[index] for index in sorted(kept)]
 

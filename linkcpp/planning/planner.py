@@ -12,7 +12,7 @@ from linkcpp.planning.expert_planner import ONLY_MODE, can_plan_experts, plan_ex
 from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers, usable_nodes
 from linkcpp.planning.placing import Held, Placement, place
 from linkcpp.planning.records import (
-    MOST_DEVICES,
+    MAX_DEVICES,
     DeviceMemory,
     Expectation,
     ModelReference,
@@ -139,7 +139,7 @@ class _Search:
                 self.costs,
                 self._local,
                 self._remote,
-                least_remote=min(self._options.minimum_stages, len(self._remote), MOST_DEVICES),
+                least_remote=min(self._options.minimum_stages, len(self._remote), MAX_DEVICES),
                 pipelines=self._pipelines_remote,
                 any_placement=any_placement,
             )

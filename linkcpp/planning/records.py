@@ -12,7 +12,7 @@ from linkcpp.model.slices.segments import Segment
 
 SCHEMA_VERSION = 1
 # llama-server refuses `-ts` with 16 entries, and its scheduler has 16 backends, the CPU among them.
-MOST_DEVICES = 15
+MAX_DEVICES = 15
 
 # JSON has no infinity: what is not finite could not be read back.
 Finite = Annotated[float, Field(allow_inf_nan=False)]

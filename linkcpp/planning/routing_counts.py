@@ -15,7 +15,7 @@ from linkcpp.planning.problem import Floats
 
 Index = Annotated[int, Field(ge=0, lt=2**20)]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 
 
 class RoutingCounts(WireRecord):
@@ -26,7 +26,7 @@ class RoutingCounts(WireRecord):
 
     schema_version: Literal[1] = 1
     model_digest: str | None = None
-    layers: dict[Index, dict[Index, Count]] = Field(max_length=_MOST_LAYERS)
+    layers: dict[Index, dict[Index, Count]] = Field(max_length=_MAX_LAYERS)
 
     def weights(self, layer: int, expert_count: int) -> Floats:
         """Shares of the layer's work by expert.

@@ -14,7 +14,7 @@ from linkcpp.planning.offers import Offer, coordinator_offers, remote_offers, us
 from linkcpp.planning.placing import place
 from linkcpp.planning.planner import can_plan, find_plan
 from linkcpp.planning.records import (
-    MOST_DEVICES,
+    MAX_DEVICES,
     CacheType,
     Infeasible,
     Plan,
@@ -29,7 +29,7 @@ SMALLEST_CONTEXT = 512
 _CONTEXT_STEP = 256
 _SMALLEST_SIZE_BYTES = 2**20
 _LARGEST_SIZE_BYTES = 2**42
-_MOST_REMEDIES = 4
+_MAX_REMEDIES = 4
 
 
 class InfeasibleError(LinkcppError):
@@ -87,7 +87,7 @@ def explain(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -
     return Infeasible(
         mode=options.mode,
         shortfalls=shortfalls,
-        remedies=tuple(remedy for remedy, _ in zip(remedies, range(_MOST_REMEDIES), strict=False)),
+        remedies=tuple(remedy for remedy, _ in zip(remedies, range(_MAX_REMEDIES), strict=False)),
     )
 
 
@@ -121,7 +121,7 @@ def _shortfalls(
             available_bytes=host.budget_bytes,
         )
         return
-    devices = sorted((*local[1:], *remote), key=lambda offer: -offer.budget_bytes)[:MOST_DEVICES]
+    devices = sorted((*local[1:], *remote), key=lambda offer: -offer.budget_bytes)[:MAX_DEVICES]
     total = sum(offer.budget_bytes for offer in (host, *devices))
     whole = costs.host_memory(costs.slots, is_pipeline=False, available=0, reserve=0).used_bytes
     count = len({offer.node_id for offer in devices if not offer.is_coordinator})
@@ -134,7 +134,7 @@ def _shortfalls(
     def fits_with(extra_bytes: int) -> bool:
         more = [_with_more(offer, extra_bytes) for offer in (*local, *remote)]
         own, far = more[: len(local)], more[len(local) :]
-        least = min(costs.options.minimum_stages, len(far), MOST_DEVICES)
+        least = min(costs.options.minimum_stages, len(far), MAX_DEVICES)
         found = place(costs, own, far, least_remote=least, pipelines=pipelines, any_placement=True)
         return found is not None
 

@@ -28,9 +28,9 @@ GOOD_GAP = 0.0005
 _COLUMNS_A_ROUND = 40
 _PROMISING = 300
 _FIRST_MARGIN = 0.01
-_MOST_ROUNDS = 500
-_MOST_TREE_NODES = 3000
-_MOST_ORDERS = 100
+_MAX_ROUNDS = 500
+_MAX_TREE_NODES = 3000
+_MAX_ORDERS = 100
 _MANY_GROUPS = 60
 _TOLERANCE = 1e-7
 _MIB = 2**20
@@ -93,7 +93,7 @@ def _best_of_orders(
     largest_first = _largest_first(problem)
     everything = sorted(largest_first)
     best: Solution | None = None
-    for order in chain(islice(_neighbours(groups), _MOST_ORDERS), [largest_first, everything]):
+    for order in chain(islice(_neighbours(groups), _MAX_ORDERS), [largest_first, everything]):
         found = best_in_order(problem, order, best.cost if best else np.inf)
         if found is not None and _shared_bytes(problem, found) <= problem.shared_budget_bytes:
             best = replace(found, bound=min(bound, found.cost))
@@ -248,7 +248,7 @@ def _relax(problem: Problem, pool: _Pool) -> _Relaxed | None:
         solver.addCol(penalty, 0.0, np.inf, 1, [row], [1.0])
     artificial = problem.slots + 2
     chosen = np.zeros(pool.size, dtype=bool)
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         solver.run()
         solution = solver.getSolution()
         reduced = pool.reduced_costs(np.array(solution.row_dual))
@@ -290,7 +290,7 @@ def _within_margins(pool: _Pool, relaxed: _Relaxed, known: Solution) -> Solution
     margin = min(_FIRST_MARGIN * relaxed.bound, known.cost - relaxed.bound) + _TOLERANCE
     while True:
         useful = np.flatnonzero(relaxed.reduced_costs <= margin)
-        found = _integer(pool, useful, most_tree_nodes=_MOST_TREE_NODES)
+        found = _integer(pool, useful, most_tree_nodes=_MAX_TREE_NODES)
         if found is not None:
             best = min(best, found, key=lambda solution: solution.cost)
             within = min(found.bound, best.cost)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from linkcpp.common.text import printable
 from linkcpp.planning.records import (
-    MOST_DEVICES,
+    MAX_DEVICES,
     DeviceMemory,
     ExpertShare,
     Plan,
@@ -62,8 +62,8 @@ def _of_windows(stages: tuple[Stage, ...], layer_count: int) -> Iterator[str]:
 
 def _of_devices(plan: Plan) -> Iterator[str]:
     devices = [stage for stage in plan.stages if not (stage.is_coordinator and stage.is_cpu)]
-    if len(devices) > MOST_DEVICES:
-        yield f"it uses {len(devices)} devices, and llama.cpp takes at most {MOST_DEVICES}"
+    if len(devices) > MAX_DEVICES:
+        yield f"it uses {len(devices)} devices, and llama.cpp takes at most {MAX_DEVICES}"
     seen = set()
     for index, stage in enumerate(plan.stages):
         if (stage.node_id, stage.device) in seen:

@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 _PING_INTERVAL_SECONDS = 20.0
 _PING_TIMEOUT_SECONDS = 20.0
-_LONGEST_EVENT_BYTES = 64 * 1024
+_MAX_EVENT_BYTES = 64 * 1024
 
 
 class HubClient(HubConnection):
@@ -156,7 +156,7 @@ class HubClient(HubConnection):
                     additional_headers={"Authorization": f"Bearer {token}", **request_id_headers()},
                     ping_interval=_PING_INTERVAL_SECONDS,
                     ping_timeout=_PING_TIMEOUT_SECONDS,
-                    max_size=_LONGEST_EVENT_BYTES,
+                    max_size=_MAX_EVENT_BYTES,
                     **self.dial_options(proxy),
                 )
         except InvalidStatus as error:

@@ -19,9 +19,9 @@ from linkcpp.common.service_calls import CalledService, ServiceError, read_bound
 from linkcpp.registry.records import HubHealth, NodeToken
 from linkcpp.registry.trust import check_hub_url, tls_context
 
-_LONGEST_ANSWER_BYTES = 64 * 2**20
+_MAX_ANSWER_BYTES = 64 * 2**20
 _RENEW_BEFORE_SECONDS = 120.0
-_LEAST_SECONDS_BETWEEN_RENEWALS = 5.0
+_MIN_SECONDS_BETWEEN_RENEWALS = 5.0
 _HINT_REACH = "See that `linkcpp hub` runs there and that this machine can reach it."
 
 _R = TypeVar("_R", bound=WireRecord)
@@ -81,7 +81,7 @@ class HubConnection(AsyncClosing):
         self._renew = renew
         self._token: NodeToken | None = None
         self._token_until = 0.0  # of the monotonic clock: this machine's date may be wrong
-        self._renewed = -_LEAST_SECONDS_BETWEEN_RENEWALS
+        self._renewed = -_MIN_SECONDS_BETWEEN_RENEWALS
         self._renewing = asyncio.Lock()
         # By how much the hub's clock was ahead of the monotonic one when it last answered.
         self._hub_ahead: float | None = None
@@ -151,7 +151,7 @@ class HubConnection(AsyncClosing):
         left_seconds = self._token.expires_at - health.time
         self._renewed = monotonic()
         self._token_until = self._renewed + max(
-            _LEAST_SECONDS_BETWEEN_RENEWALS, left_seconds - _RENEW_BEFORE_SECONDS
+            _MIN_SECONDS_BETWEEN_RENEWALS, left_seconds - _RENEW_BEFORE_SECONDS
         )
 
     async def _drop_token(self, token: str) -> bool:
@@ -159,7 +159,7 @@ class HubConnection(AsyncClosing):
         async with self._renewing:
             if self._token is not None and self._token.token != token:
                 return True
-            if monotonic() - self._renewed < _LEAST_SECONDS_BETWEEN_RENEWALS:
+            if monotonic() - self._renewed < _MIN_SECONDS_BETWEEN_RENEWALS:
                 return False
             self._token = None
             return True
@@ -201,7 +201,7 @@ class HubConnection(AsyncClosing):
                 asyncio.timeout(2 * self.timeout_seconds),
                 self.stream(method, path, content, authenticated=authenticated) as response,
             ):
-                return await read_bounded(response, _LONGEST_ANSWER_BYTES)
+                return await read_bounded(response, _MAX_ANSWER_BYTES)
         except (httpx.HTTPError, TimeoutError, OSError) as error:
             raise self.service.unreachable(error) from error
 
@@ -224,7 +224,7 @@ class HubConnection(AsyncClosing):
         try:
             if not response.is_success:
                 raise self.refusal(
-                    response.status_code, await read_bounded(response, _LONGEST_ANSWER_BYTES)
+                    response.status_code, await read_bounded(response, _MAX_ANSWER_BYTES)
                 )
             yield response
         finally:

@@ -12,9 +12,9 @@ from pydantic import Field, TypeAdapter
 
 from linkcpp.common.records import WireRecord
 from linkcpp.registry.fields import (
-    MOST_ADDRESSES,
-    MOST_EDGES_PER_GATEWAY,
-    MOST_GATEWAYS,
+    MAX_ADDRESSES,
+    MAX_EDGES_PER_GATEWAY,
+    MAX_GATEWAYS,
     EdgeId,
     MachineId,
     Name,
@@ -56,7 +56,7 @@ class EdgeOffer(WireRecord):
     peer_node_id: MachineId
     peer_name: str
     peer_public_key: PublicKey
-    direct_urls: Annotated[tuple[Url, ...], Field(max_length=MOST_ADDRESSES)] = ()
+    direct_urls: Annotated[tuple[Url, ...], Field(max_length=MAX_ADDRESSES)] = ()
     hub_id: MachineId
     expires_at: UnixTime
 
@@ -67,7 +67,7 @@ class OfferRequest(WireRecord):
     ``relay_rtts_ms`` are the round trips to gateways as the caller measured them, by their id.
     """
 
-    not_gateways: Annotated[tuple[MachineId, ...], Field(max_length=MOST_GATEWAYS)] = ()
+    not_gateways: Annotated[tuple[MachineId, ...], Field(max_length=MAX_GATEWAYS)] = ()
     relay_rtts_ms: RttsByGateway = Field(default_factory=dict)
 
 
@@ -149,7 +149,7 @@ class GatewayHeartbeat(WireRecord):
     """A gateway is alive, and these edges have a connection there (one side or both)."""
 
     url: Url
-    edges: Annotated[tuple[EdgeId, ...], Field(max_length=MOST_EDGES_PER_GATEWAY)] = ()
+    edges: Annotated[tuple[EdgeId, ...], Field(max_length=MAX_EDGES_PER_GATEWAY)] = ()
 
 
 class GatewayHeartbeatAnswer(WireRecord):

@@ -7,13 +7,13 @@ from pydantic import AfterValidator, Field
 
 from linkcpp.cluster.records import NodeId
 
-MOST_GATEWAYS = 64
-MOST_ADDRESSES = 16
-MOST_SEGMENTS = 4096
-MOST_MODELS_HELD = 64
-MOST_EDGES_PER_GATEWAY = 4096
-MOST_EDGES_PER_NODE = 256
-LONGEST_TOKEN = 4096
+MAX_GATEWAYS = 64
+MAX_ADDRESSES = 16
+MAX_SEGMENTS = 4096
+MAX_MODELS_HELD = 64
+MAX_EDGES_PER_GATEWAY = 4096
+MAX_EDGES_PER_NODE = 256
+MAX_TOKEN_CHARACTERS = 4096
 
 _URL = re.compile(r"(https?|wss?)://[^\s\x00-\x20\x7f@]+")
 
@@ -40,7 +40,7 @@ EdgeId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 PublicKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{43}$")]
 Signature = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{86}$")]
 Nonce = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{16,64}$")]
-Token = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~+/=-]+$", max_length=LONGEST_TOKEN)]
+Token = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~+/=-]+$", max_length=MAX_TOKEN_CHARACTERS)]
 # Seconds since 1970, as ``time.time()`` gives them.
 UnixTime = Annotated[float, Field(ge=0, lt=2**40, allow_inf_nan=False)]
 Url = Annotated[str, Field(min_length=8, max_length=512), AfterValidator(_check_url)]
@@ -48,4 +48,4 @@ Name = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_check_
 Label = Annotated[str, Field(max_length=64), AfterValidator(_check_text)]
 ModelDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 RttMs = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
-RttsByGateway = Annotated[dict[MachineId, RttMs], Field(max_length=MOST_GATEWAYS)]
+RttsByGateway = Annotated[dict[MachineId, RttMs], Field(max_length=MAX_GATEWAYS)]

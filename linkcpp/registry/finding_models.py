@@ -20,8 +20,8 @@ from linkcpp.registry.hub_places import HubPlace, may_be_hub_name, parse_hub_loc
 from linkcpp.registry.hub_tokens import hub_access
 from linkcpp.registry.models import ServedModel
 
-_MOST_OFFERED = 5
-_MOST_HEADER_BYTES = 256 * 2**20
+_MAX_OFFERED = 5
+_MAX_HEADER_BYTES = 256 * 2**20
 
 
 def load_model_anywhere(text: str, hub_urls: Collection[str] = ()) -> ModelInventory:
@@ -49,7 +49,7 @@ def load_model_anywhere(text: str, hub_urls: Collection[str] = ()) -> ModelInven
     try:
         return load_model(text)
     except LinkcppError as error:
-        offered = f"Those there have {', '.join(known[:_MOST_OFFERED])}. " if known else ""
+        offered = f"Those there have {', '.join(known[:_MAX_OFFERED])}. " if known else ""
         raise LinkcppError(
             f"{error.message} No hub that was named has it.", hint=offered + (error.hint or "")
         ) from error
@@ -59,7 +59,7 @@ def _load_without_hubs(text: str) -> ModelInventory:
     try:
         return load_model(text)
     except LinkcppError as error:
-        places = [HubPlace(url, text).location for url in _joined_urls()[:_MOST_OFFERED]]
+        places = [HubPlace(url, text).location for url in _joined_urls()[:_MAX_OFFERED]]
         if not places:
             raise
         at_hub = f"If a hub has it, name it as {' or '.join(places)}"
@@ -124,7 +124,7 @@ def opened_at_hub(place: HubPlace) -> Iterator[HubModel]:
         HubModel(access, place.name, cache=cache) as model,
     ):
         yield model
-    clean_cache(cache.parent, _MOST_HEADER_BYTES)
+    clean_cache(cache.parent, _MAX_HEADER_BYTES)
 
 
 async def hub_models(hub_url: str) -> tuple[ServedModel, ...]:

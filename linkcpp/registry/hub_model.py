@@ -41,7 +41,7 @@ from linkcpp.registry.trust import tls_context
 
 MAXIMUM_MANIFEST_BYTES = 64 * 2**20
 _CACHE_PREFIX = "hub-"
-_LONGEST_RECORD_BYTES = 8 * 2**20
+_MAX_RECORD_BYTES = 8 * 2**20
 
 _R = TypeVar("_R", bound=Record)
 
@@ -262,7 +262,7 @@ class HubModel(Closing):
             ) from error
 
     def _get_record(self) -> ServedModel:
-        record = self._parsed(ServedModel, self._whole("", _LONGEST_RECORD_BYTES))
+        record = self._parsed(ServedModel, self._whole("", _MAX_RECORD_BYTES))
         if record.problem is not None:
             raise LinkcppError(f"{self._base}: {printable(record.problem, 500)}")
         return record

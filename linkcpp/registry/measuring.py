@@ -15,7 +15,7 @@ from linkcpp.registry.trust import tls_context
 
 _CALLS = 4
 _DEADLINE_SECONDS = 10.0
-_MOST_AT_ONCE = 8
+_MAX_CONCURRENT = 8
 
 
 async def relay_rtts_ms(gateways: Iterable[GatewayRecord]) -> dict[str, float]:
@@ -23,7 +23,7 @@ async def relay_rtts_ms(gateways: Iterable[GatewayRecord]) -> dict[str, float]:
 
     The best of several calls over one kept connection; a gateway that does not answer is left out.
     """
-    turn = asyncio.Semaphore(_MOST_AT_ONCE)
+    turn = asyncio.Semaphore(_MAX_CONCURRENT)
 
     async def measure(gateway_id: str, url: str) -> tuple[str, float]:
         async with turn:

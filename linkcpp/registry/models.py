@@ -26,9 +26,9 @@ from linkcpp.model.slices.segments import Segment, SegmentRequest, describe, par
 from linkcpp.registry.fields import ModelDigest, UnixTime
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-MOST_MODELS: Final = 1024
+MAX_MODELS: Final = 1024
 # nginx takes request lines of 8 KiB.
-LONGEST_SEGMENTS_TEXT: Final = 6000
+MAX_SEGMENTS_CHARACTERS: Final = 6000
 
 # What a hub calls a model: never a path.
 ModelName = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -71,7 +71,7 @@ class ServedModel(WireRecord):
 class ServedModelList(WireRecord):
     """All models of a hub."""
 
-    models: tuple[ServedModel, ...] = Field(max_length=MOST_MODELS)
+    models: tuple[ServedModel, ...] = Field(max_length=MAX_MODELS)
 
 
 def segments_text(segments: Iterable[Segment]) -> str:
@@ -81,10 +81,10 @@ def segments_text(segments: Iterable[Segment]) -> str:
         LinkcppError: they are too many ranges for one.
     """
     text = ";".join(describe(segments))
-    if len(text) > LONGEST_SEGMENTS_TEXT:
+    if len(text) > MAX_SEGMENTS_CHARACTERS:
         raise LinkcppError(
             f"The slice has so many ranges of experts that they take {len(text)} characters; "
-            f"a hub takes {LONGEST_SEGMENTS_TEXT}.",
+            f"a hub takes {MAX_SEGMENTS_CHARACTERS}.",
             hint="Choose experts that are next to each other, or several slices.",
         )
     return text
@@ -96,6 +96,6 @@ def parse_segments_text(text: str) -> list[SegmentRequest]:
     Raises:
         LinkcppError: it has another form.
     """
-    if len(text) > LONGEST_SEGMENTS_TEXT:
-        raise LinkcppError(f"`segments` is longer than {LONGEST_SEGMENTS_TEXT} characters.")
+    if len(text) > MAX_SEGMENTS_CHARACTERS:
+        raise LinkcppError(f"`segments` is longer than {MAX_SEGMENTS_CHARACTERS} characters.")
     return [parse_segment(item) for item in text.split(";")]

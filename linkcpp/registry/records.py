@@ -35,10 +35,10 @@ from linkcpp.common.records import WireRecord
 from linkcpp.model.slices.segments import Segment
 from linkcpp.registry.edges import EdgeOffer
 from linkcpp.registry.fields import (
-    MOST_ADDRESSES,
-    MOST_EDGES_PER_NODE,
-    MOST_MODELS_HELD,
-    MOST_SEGMENTS,
+    MAX_ADDRESSES,
+    MAX_EDGES_PER_NODE,
+    MAX_MODELS_HELD,
+    MAX_SEGMENTS,
     EdgeId,
     Label,
     MachineId,
@@ -133,7 +133,7 @@ class HeldUnits(WireRecord):
     """What a node holds of one model."""
 
     model_digest: ModelDigest
-    segments: Annotated[tuple[Segment, ...], Field(max_length=MOST_SEGMENTS)]
+    segments: Annotated[tuple[Segment, ...], Field(max_length=MAX_SEGMENTS)]
 
 
 class NodeState(WireRecord):
@@ -144,8 +144,8 @@ class NodeState(WireRecord):
     """
 
     record: NodeRecord
-    direct_urls: Annotated[tuple[Url, ...], Field(max_length=MOST_ADDRESSES)] = ()
-    held: Annotated[tuple[HeldUnits, ...], Field(max_length=MOST_MODELS_HELD)] = ()
+    direct_urls: Annotated[tuple[Url, ...], Field(max_length=MAX_ADDRESSES)] = ()
+    held: Annotated[tuple[HeldUnits, ...], Field(max_length=MAX_MODELS_HELD)] = ()
     relay_rtts_ms: RttsByGateway = Field(default_factory=dict)
 
 
@@ -158,7 +158,7 @@ class Heartbeat(WireRecord):
 
     sequence: Annotated[int, Field(ge=0, lt=2**53)]
     state: NodeState | None = None
-    edges: Annotated[tuple[EdgeId, ...], Field(max_length=MOST_EDGES_PER_NODE)] = ()
+    edges: Annotated[tuple[EdgeId, ...], Field(max_length=MAX_EDGES_PER_NODE)] = ()
 
 
 class HeartbeatAnswer(WireRecord):

@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import Final, NamedTuple
 
 from linkcpp.registry.edges import EdgeRole
-from linkcpp.registry.fields import LONGEST_TOKEN
+from linkcpp.registry.fields import MAX_TOKEN_CHARACTERS
 
 RELAY_PATH: Final = "/v1/relay"
 DIRECT_PATH: Final = "/v1/edge"
@@ -15,7 +15,7 @@ PAIRED: Final = b"\x01"
 FIN: Final = "fin"
 HELLO_DEADLINE_SECONDS: Final = 10.0
 PAIRING_SECONDS: Final = 60.0
-LONGEST_HELLO_BYTES: Final = 4 + 1 + 16 + LONGEST_TOKEN
+MAX_HELLO_BYTES: Final = 4 + 1 + 16 + MAX_TOKEN_CHARACTERS
 
 _MAGIC: Final = b"LCR1"
 _ROLE_BYTES: Final = {EdgeRole.BACKBONE: 0x01, EdgeRole.NODE: 0x02}
@@ -64,7 +64,7 @@ def decode_hello(message: bytes) -> Hello:
     Raises:
         ValueError: it is none; the text is a reason fit for a close frame.
     """
-    if not 21 < len(message) <= LONGEST_HELLO_BYTES or message[:4] != _MAGIC:
+    if not 21 < len(message) <= MAX_HELLO_BYTES or message[:4] != _MAGIC:
         raise ValueError("the first message is no hello of a relay")
     role = _ROLES.get(message[4])
     if role is None:

@@ -10,7 +10,7 @@ from linkcpp.common.text import shell_command
 SECRET_MODE = 0o600
 
 _OPEN_TO_OTHERS = 0o077
-_LONGEST_FILE_BYTES = 64 * 1024
+_MAX_FILE_BYTES = 64 * 1024
 
 
 def read_secret(path: Path, what: str) -> str:
@@ -22,7 +22,7 @@ def read_secret(path: Path, what: str) -> str:
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            content = file.read(_LONGEST_FILE_BYTES)
+            content = file.read(_MAX_FILE_BYTES)
     except OSError as error:
         raise LinkcppError(
             f"{path}, which holds {what}, cannot be read: {error.strerror or error}.",

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from linkcpp.common.records import WireRecord
 from linkcpp.registry.edges import EdgeRole
 from linkcpp.registry.encoding import decode
-from linkcpp.registry.fields import LONGEST_TOKEN, EdgeId, MachineId, UnixTime
+from linkcpp.registry.fields import MAX_TOKEN_CHARACTERS, EdgeId, MachineId, UnixTime
 from linkcpp.registry.records import Role
 
 NODE_TOKEN_SECONDS = 15 * 60.0
@@ -115,7 +115,7 @@ def _sign(key: Ed25519PrivateKey, claims: dict[str, Any]) -> str:
 
 
 def _verify(hub: HubKey, token: str, audience: str) -> dict[str, Any]:
-    if len(token) > LONGEST_TOKEN:
+    if len(token) > MAX_TOKEN_CHARACTERS:
         raise TicketError("invalid_token", "it is too long")
     try:
         claims: dict[str, Any] = jwt.decode(

@@ -13,7 +13,7 @@ from linkcpp.verify.statistics import Comparison, Position, compare, same_beginn
 BEST_TOKENS = 64
 _REQUEST_SECONDS = 3600.0
 # Where two runs part again and again there is nothing more to learn.
-_MOST_PARTINGS = 4
+_MAX_PARTINGS = 4
 # llama-server tells nothing of tokens that end within a character of several bytes.
 _MORE_TOKENS = (0, 4, 16)
 
@@ -109,7 +109,7 @@ async def compare_prompt(
     """
     comparisons: list[Comparison] = []
     text = list(prompt)
-    for _ in range(_MOST_PARTINGS + 1):
+    for _ in range(_MAX_PARTINGS + 1):
         left = count - len(comparisons)
         theirs = await reference.continue_text(text, left)
         ours = await deployment.continue_text(text, left)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
 
-MOST_BYTES = 4 * 2**20
+MAX_FILE_BYTES = 4 * 2**20
 _SHIPPED = Path(__file__).with_name("prompts.json")
 
 
@@ -18,8 +18,8 @@ def load_prompts(path: Path | None = None) -> tuple[str, ...]:
     path = path or _SHIPPED
     try:
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
             raise LinkcppError(f"{path} is too large for a file of prompts.", hint="Take fewer.")
         prompts = _parse(content.decode("utf-8"), is_json=path.suffix == ".json")
     except OSError as error:

@@ -10,12 +10,12 @@ from linkcpp.worker.agreement import Verdict, worst
 TOP = 8
 # Targets for another build or backend: 99.9 % of the best tokens are the same. In fewer than a
 # thousand positions one that is not (two tokens that are all but equally likely) proves nothing.
-LEAST_TOP1_SHARE = 0.999
-MOST_MEAN_DIVERGENCE = 1e-3
+MIN_TOP1_SHARE = 0.999
+MAX_MEAN_DIVERGENCE = 1e-3
 # One position that is plainly wrong must not drown in many that are right.
-MOST_DIVERGENCE = 0.05
+MAX_DIVERGENCE = 0.05
 # Probabilities below the rounding of f32 sums are as good as none.
-_LEAST_REST = 1e-7
+_MIN_REST = 1e-7
 
 
 class Position(NamedTuple):
@@ -81,14 +81,14 @@ def divergence(reference: dict[int, float], found: dict[int, float]) -> float:
         len(alone) * math.exp(min(found.values(), default=0.0)),
     )
     known = sum(alone)
-    likeliest = found_left * known / max(left, _LEAST_REST)
+    likeliest = found_left * known / max(left, _MIN_REST)
     found_known = min(most, likeliest)
     total += _term(known, found_known) + _term(left - known, found_left - found_known)
     return max(total, 0.0)
 
 
 def _term(one: float, other: float) -> float:
-    one, other = max(one, _LEAST_REST), max(other, _LEAST_REST)
+    one, other = max(one, _MIN_REST), max(other, _MIN_REST)
     return one * math.log(one / other)
 
 
@@ -102,9 +102,9 @@ def summarize(comparisons: Sequence[Comparison], prompt_count: int) -> TextAgree
     if equal == count:
         verdict = Verdict.EXACT
     elif (
-        misses <= max(1, int((1 - LEAST_TOP1_SHARE) * count))
-        and mean <= MOST_MEAN_DIVERGENCE
-        and max(divergences) <= MOST_DIVERGENCE
+        misses <= max(1, int((1 - MIN_TOP1_SHARE) * count))
+        and mean <= MAX_MEAN_DIVERGENCE
+        and max(divergences) <= MAX_DIVERGENCE
     ):
         verdict = Verdict.EQUIVALENT
     else:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from linkcpp.common.records import WireRecord
 from linkcpp.worker.frames import Rows
 
-LEAST_COSINE = 0.9999
-MOST_RELATIVE_ERROR = math.sqrt(2 * (1 - LEAST_COSINE))
+MIN_COSINE = 0.9999
+MAX_RELATIVE_ERROR = math.sqrt(2 * (1 - MIN_COSINE))
 
 
 class Verdict(StrEnum):
@@ -73,7 +73,7 @@ def compare_rows(found: Rows, reference: Rows) -> Agreement:
     ours, theirs = found.astype(np.float64), reference.astype(np.float64)
     cosine = float(_cosines(ours, theirs).min())
     error = float(_relative_errors(ours, theirs).max())
-    is_close = cosine >= LEAST_COSINE and error <= MOST_RELATIVE_ERROR
+    is_close = cosine >= MIN_COSINE and error <= MAX_RELATIVE_ERROR
     return Agreement(
         verdict=Verdict.EQUIVALENT if is_close else Verdict.DIFFERS,
         row_count=count,

@@ -16,9 +16,9 @@ from pydantic import Field
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
 
-MOST_STEPS = 64
-MOST_INPUTS = 8
-MOST_WIDTH = 1 << 20
+MAX_STEPS = 64
+MAX_INPUTS = 8
+MAX_WIDTH = 1 << 20
 PARAMETER_COUNT = 16
 
 UNARY_OPS = frozenset(
@@ -29,7 +29,7 @@ UNARY_OPS = frozenset(
 )  # fmt: skip
 BINARY_OPS = frozenset(("ADD", "SUB", "MUL", "DIV"))
 
-Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
+Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
 Parameter = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 
 
@@ -50,7 +50,7 @@ class ChainSource(Record):
     """One source of a step: input or step number ``index``, a weight, or the expert ids."""
 
     kind: SourceKind
-    index: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    index: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
     weight: Annotated[str, Field(max_length=63)] = ""
 
 
@@ -73,14 +73,14 @@ class ChainStep(Record):
     sources: Annotated[tuple[ChainSource, ...], Field(min_length=1, max_length=3)]
     params: Annotated[tuple[Parameter, ...], Field(max_length=PARAMETER_COUNT)] = ()
     function: Annotated[str, Field(max_length=40)] = ""
-    offset: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
+    offset: Annotated[int, Field(ge=0, le=MAX_WIDTH)] = 0
 
 
 class Chain(Record):
     """The function of one expert. Only input 0 may be per token; the last step is the result."""
 
-    inputs: Annotated[tuple[ChainInput, ...], Field(min_length=1, max_length=MOST_INPUTS)]
-    steps: Annotated[tuple[ChainStep, ...], Field(min_length=1, max_length=MOST_STEPS)]
+    inputs: Annotated[tuple[ChainInput, ...], Field(min_length=1, max_length=MAX_INPUTS)]
+    steps: Annotated[tuple[ChainStep, ...], Field(min_length=1, max_length=MAX_STEPS)]
 
     @property
     def output_width(self) -> int:

@@ -28,8 +28,8 @@ from linkcpp.worker.store import Group, SlabStore
 
 DEFAULT_SCRATCH_BYTES = 64 * 2**20
 _FIRST_SCRATCH_BYTES = 2**20
-_MOST_PLANS = 1024
-_MOST_CHAINS = 1024
+_MAX_PLANS = 1024
+_MAX_CHAINS = 1024
 
 
 def split_by_expert(expert_ids: Numbers, most_pairs: int, most_experts: int) -> list[Numbers]:
@@ -185,7 +185,7 @@ class ExpertCompute:
     def _need(self, keyed: KeyedChain) -> ScratchNeed:
         found = self._needs.get(keyed.key)
         if found is None:
-            if len(self._needs) >= _MOST_CHAINS:
+            if len(self._needs) >= _MAX_CHAINS:
                 self._forget_chains()
             found = self._needs[keyed.key] = scratch_need(keyed.chain)
         return found
@@ -241,7 +241,7 @@ class ExpertCompute:
         except LinkcppError as error:
             raise FrameError(ErrorCode.BAD_CHAIN, str(error)) from error
         self._plans[key] = plan
-        if len(self._plans) > _MOST_PLANS:
+        if len(self._plans) > _MAX_PLANS:
             self._plans.popitem(last=False)
             self._token_plans.clear()
         return plan

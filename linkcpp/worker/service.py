@@ -38,8 +38,8 @@ from linkcpp.worker.frames import (
 )
 from linkcpp.worker.link import FrameBuffer
 
-MOST_LINKS = 32
-_MOST_CHAINS = 64
+MAX_LINKS = 32
+_MAX_CHAINS = 64
 _HELLO_SECONDS = 5.0
 # A peer that stops in the middle of a frame, or does not read its answers, is cut off after this.
 _STALL_SECONDS = 30.0
@@ -57,7 +57,7 @@ class WorkerService:
         self._compute_lock = threading.Lock()
         self._welcome = welcome
         self._token = token
-        self._links = ThreadedServer(self._serve_link, MOST_LINKS, _refuse)
+        self._links = ThreadedServer(self._serve_link, MAX_LINKS, _refuse)
         self.failure: LinkcppError | None = None
         self.pair_count = 0
 
@@ -181,9 +181,9 @@ class _Link:
             return [pack_header(FrameType.PONG, number, 0)]
         if header.kind == FrameType.CHAIN:
             chain_id, found = parse_chain(payload)
-            if len(self._chains) >= _MOST_CHAINS and chain_id not in self._chains:
+            if len(self._chains) >= _MAX_CHAINS and chain_id not in self._chains:
                 raise FrameError(
-                    ErrorCode.TOO_LARGE, f"A link may have {_MOST_CHAINS} chains, not more."
+                    ErrorCode.TOO_LARGE, f"A link may have {_MAX_CHAINS} chains, not more."
                 )
             self._chains[chain_id] = KeyedChain.of(found.digest(), found)
             return [pack_header(FrameType.CHAIN_READY, number, 0)]
@@ -194,5 +194,5 @@ class _Link:
 
 
 def _refuse(link: socket.socket) -> None:
-    text = f"This worker has {MOST_LINKS} links already."
+    text = f"This worker has {MAX_LINKS} links already."
     link.send(pack_error(0, ErrorCode.TOO_MANY_LINKS, text))

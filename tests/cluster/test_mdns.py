@@ -16,7 +16,7 @@ from zeroconf import (  # type: ignore[attr-defined]  # they are there, and not 
     DNSText,
 )
 
-from linkcpp.cluster.addresses import MOST_ADDRESSES, host_of, own_addresses, reachable_hosts
+from linkcpp.cluster.addresses import MAX_ADDRESSES, host_of, own_addresses, reachable_hosts
 from linkcpp.cluster.mdns import (
     SERVICE_TYPE,
     Advertised,
@@ -70,7 +70,7 @@ def test_hostile_records_give_bounded_printable_claims_or_nothing(
         assert text.isprintable() or text == ""
         assert len(text) <= 256
     assert 0 < told.port < 65536
-    assert 0 < len(told.hosts) <= MOST_ADDRESSES
+    assert 0 < len(told.hosts) <= MAX_ADDRESSES
 
 
 def test_a_control_character_in_a_name_is_replaced() -> None:
@@ -85,7 +85,7 @@ def test_a_link_local_address_gets_the_interface_it_was_heard_on_or_every_one() 
     assert reachable_hosts([f"fe80::1%{loopback}"], ("a",)) == ("fe80::1%lo",)
     assert reachable_hosts(["fe80::1"], ("a", "b")) == ("fe80::1%a", "fe80::1%b")
     assert reachable_hosts(["0.0.0.0", "224.0.0.251", "ff02::fb", "::", "no"], ("a",)) == ()
-    assert len(reachable_hosts([f"10.0.0.{n}" for n in range(99)], ())) == MOST_ADDRESSES
+    assert len(reachable_hosts([f"10.0.0.{n}" for n in range(99)], ())) == MAX_ADDRESSES
 
 
 def test_a_socket_address_is_written_so_that_one_can_connect_to_it_again() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from linkcpp.common.threaded import ThreadedServer
 
-MOST = 4
+MAX_CONNECTIONS = 4
 KNOWN = b"known"
 
 
@@ -25,7 +25,7 @@ def port() -> Iterator[int]:
                 while line := lines.readline():
                     lines.write(line)
 
-    server = ThreadedServer(serve, MOST, lambda peer: peer.sendall(b"full\n"))
+    server = ThreadedServer(serve, MAX_CONNECTIONS, lambda peer: peer.sendall(b"full\n"))
     listener = socket.create_server(("127.0.0.1", 0))
     serving = threading.Thread(target=server.serve, args=(listener,))
     serving.start()
@@ -44,7 +44,7 @@ def test_who_says_nothing_makes_room_and_who_is_known_stays(port: int) -> None:
     with contextlib.ExitStack() as stack:
         known = connected(stack, port, KNOWN + b"\n")
         assert known.recv(100) == b"welcome\n"
-        strangers = [connected(stack, port) for _ in range(3 * MOST)]
+        strangers = [connected(stack, port) for _ in range(3 * MAX_CONNECTIONS)]
         late = connected(stack, port, KNOWN + b"\n")
         assert late.recv(100) == b"welcome\n"
         assert strangers[0].recv(1) == b""
@@ -54,6 +54,6 @@ def test_who_says_nothing_makes_room_and_who_is_known_stays(port: int) -> None:
 
 def test_where_all_are_known_the_newest_is_refused(port: int) -> None:
     with contextlib.ExitStack() as stack:
-        for _ in range(MOST):
+        for _ in range(MAX_CONNECTIONS):
             assert connected(stack, port, KNOWN + b"\n").recv(100) == b"welcome\n"
         assert connected(stack, port).recv(100) == b"full\n"

@@ -381,7 +381,7 @@ def test_a_suspended_check_holds_nobody_up(
 ) -> None:
     check_engine(stock_engine)
     (lock_path,) = (cache_folder() / "engines").glob("*.lock")
-    monkeypatch.setattr("linkcpp.engine.check._LONGEST_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("linkcpp.engine.check._MAX_WAIT_SECONDS", 0.2)
     with lock_path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert check_engine(stock_engine, refresh=True).problem is None

@@ -1,7 +1,7 @@
 """When a program counts as hung, and what does not make it so."""
 
 from linkcpp.engine.liveness import (
-    LONGEST_GAP_SECONDS,
+    MAX_GAP_SECONDS,
     SILENT_SECONDS,
     STOPPED_SECONDS,
     Life,
@@ -56,7 +56,7 @@ def test_a_silent_program_that_does_nothing_is_hung_after_a_while() -> None:
 
 
 def test_a_machine_that_slept_makes_no_program_a_hung_one() -> None:
-    woken = LONGEST_GAP_SECONDS + 3600
+    woken = MAX_GAP_SECONDS + 3600
     for what in ({"is_stopped": True}, {"is_silent": True}):
         before = _sights(STOPPED_SECONDS / 2, **what)
         assert judge([*before, *_sights(2, since=woken, **what)]).life is Life.SUSPECT

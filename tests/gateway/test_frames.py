@@ -11,8 +11,8 @@ from websockets.frames import Frame
 from websockets.frames import Opcode as TheirOpcode
 
 from linkcpp.gateway.frames import (
-    LEAST_PIECE_BYTES,
-    LONGEST_REST_BYTES,
+    MAX_REST_BYTES,
+    MIN_PIECE_BYTES,
     FrameError,
     FrameReader,
     Opcode,
@@ -37,7 +37,7 @@ def read_in_portions(stream: bytes, cuts: Sequence[int]) -> list[Piece]:
         data = memoryview(rest + stream[start:end])
         pieces += reader.read(data, 0, len(data))
         rest = bytes(data[reader.taken :])
-        assert len(rest) <= LONGEST_REST_BYTES
+        assert len(rest) <= MAX_REST_BYTES
     assert rest == b""
     return pieces
 
@@ -96,14 +96,14 @@ def test_heads_are_those_that_the_library_writes(length: int, fin: bool) -> None
 
 def test_a_length_of_more_than_32_bits_is_read_as_it_is() -> None:
     head = struct.pack("!BBQ4s", 0x82, 0xFF, 2**40, b"\0\0\0\0")
-    begin = bytes(LEAST_PIECE_BYTES)
+    begin = bytes(MIN_PIECE_BYTES)
     data = memoryview(head + begin)
     (piece,) = FrameReader().read(data, 0, len(data))
     assert piece == Piece(Opcode.BINARY, begin, begins=True, ends=False)
 
 
 def test_a_message_that_drips_comes_in_few_pieces() -> None:
-    message = bytes(at % 251 for at in range(5 * LEAST_PIECE_BYTES + 1))
+    message = bytes(at % 251 for at in range(5 * MIN_PIECE_BYTES + 1))
     stream = client_frame(Opcode.BINARY, message)
     pieces = read_in_portions(stream, range(0, len(stream), 1403))
     assert messages_of(pieces) == [message]

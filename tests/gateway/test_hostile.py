@@ -11,7 +11,7 @@ from websockets.frames import Frame, Opcode
 
 from linkcpp.gateway import connection as connection_module
 from linkcpp.gateway.frames import PROTOCOL_ERROR
-from linkcpp.registry.relay import LONGEST_HELLO_BYTES, PAIRED, RelayCloseCode
+from linkcpp.registry.relay import MAX_HELLO_BYTES, PAIRED, RelayCloseCode
 from tests.gateway.gateways import BOTH, Gateway, new_edge
 from tests.gateway.process import gateway_process
 from tests.gateway.raw import RawClient
@@ -87,7 +87,7 @@ async def test_a_hello_that_claims_to_be_huge_is_refused_before_it_is_there(
 async def test_a_hello_in_endless_fragments_is_refused(gateway: Gateway) -> None:
     client = await RawClient.dial(gateway)
     client.send(Opcode.BINARY, b"LCR1", fin=False)
-    for _ in range(LONGEST_HELLO_BYTES // 100 + 1):
+    for _ in range(MAX_HELLO_BYTES // 100 + 1):
         client.send(Opcode.CONT, bytes(100), fin=False)
     assert await client.close_code() == RelayCloseCode.MALFORMED
     await client.aclose()

@@ -305,7 +305,7 @@ async def test_edges_of_killed_coordinators_do_not_keep_the_next_one_out(hub: Ru
 async def test_edges_of_a_machine_that_are_asked_for_at_once_are_limited(
     hub: RunningHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_edges, "_MOST_EDGES_PER_MACHINE", 2)
+    monkeypatch.setattr(hub_edges, "_MAX_EDGES_PER_MACHINE", 2)
     node = await hub.online_node()
     backbones = [await hub.machine(Role.BACKBONE) for _ in range(3)]
     request = EdgeRequest(node_id=node.node_id)

@@ -20,9 +20,9 @@ MODEL = "mixture"
 # Just enough for the backbone: every expert must go to a node.
 BARE = ("--memory", "526MB", "--reserve", "0")
 # Header, hashes and records that come with a slice.
-MOST_EXTRA_BYTES = 256 * 1024
+MAX_EXTRA_BYTES = 256 * 1024
 # What a home offers when nothing runs there, nearly.
-MOST_OF_A_HOME = 250 * 10**6
+HOME_OFFER_BYTES = 250 * 10**6
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_a_model_that_only_the_hub_has_is_served_exactly_by_two_homes(
         assert entry.total.pair_count > 0
         # Only its slice came, and it came from the hub.
         assert entry.slice_bytes is not None
-        assert entry.transferred_bytes < entry.slice_bytes + MOST_EXTRA_BYTES
+        assert entry.transferred_bytes < entry.slice_bytes + MAX_EXTRA_BYTES
         assert entry.slice_bytes < model.stat().st_size
     assert all_go_through(wan, wan.gateway_id("north"))
 
@@ -130,7 +130,7 @@ def url(wan: World, model: Path, url_of_hubs_model: str) -> str:
     wan.kill_gateway("south")
     wan.kill_hub()
     wan.start_hub("--gateway")
-    wait_until(lambda: all(wan.offers(name) > MOST_OF_A_HOME for name in wan.homes))
+    wait_until(lambda: all(wan.offers(name) > HOME_OFFER_BYTES for name in wan.homes))
     plan = wan.plan(str(model), "--replicas", "2", *BARE)
     return wan.launch(plan, "--fallback-memory", "64MB")
 

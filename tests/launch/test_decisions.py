@@ -5,7 +5,7 @@ from linkcpp.cluster.records import NodeId
 from linkcpp.launch.decisions import (
     FIRST_TRIES,
     LINK_MEMORY_SECONDS,
-    LONGEST_PAUSE_SECONDS,
+    MAX_PAUSE_SECONDS,
     Failure,
     GiveUp,
     History,
@@ -118,7 +118,7 @@ def test_what_has_served_is_started_again_for_ever_and_ever_more_seldom() -> Non
     pauses = _pauses(*(Failure(float(number), "llama-server stopped") for number in range(3000)))
     assert all(earlier <= later for earlier, later in pairwise(pauses))
     assert pauses[0] < pauses[1]
-    assert pauses[-1] == LONGEST_PAUSE_SECONDS
+    assert pauses[-1] == MAX_PAUSE_SECONDS
 
 
 def test_failures_that_healed_do_not_count() -> None:
@@ -133,8 +133,7 @@ def test_a_long_pause_is_told() -> None:
     recovery = recover(PLAN, History(unhealed_count=50), failure)
     assert isinstance(recovery.action, StartAgain)
     assert recovery.action.sentence == (
-        f"The plan needs node a, which cannot be found; starting again in "
-        f"{LONGEST_PAUSE_SECONDS:.0f} s"
+        f"The plan needs node a, which cannot be found; starting again in {MAX_PAUSE_SECONDS:.0f} s"
     )
 
 

@@ -13,7 +13,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.link.acceptor import MOST_EDGES, MOST_STRANGERS
+from linkcpp.link.acceptor import MAX_EDGES, MAX_STRANGERS
 from linkcpp.link.core import NO_EPOCH, Resume
 from linkcpp.link.endpoint import EdgeEndpoint
 from linkcpp.link.handshake import Agreed, EdgeKeys, initiate, parse_edge_key
@@ -138,7 +138,7 @@ async def test_strangers_who_say_nothing_make_room_for_who_has_a_ticket(
     direct: Direct, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("linkcpp.link.acceptor.HELLO_DEADLINE_SECONDS", 4.0)
-    strangers = [await direct.dial() for _ in range(MOST_STRANGERS + 8)]
+    strangers = [await direct.dial() for _ in range(MAX_STRANGERS + 8)]
     async with edge(direct.hub) as end:
         assert await pump(end.port, b"still there") == b"still there"
     codes = [await close_code(stranger) for stranger in strangers]
@@ -321,10 +321,10 @@ async def test_an_edge_without_a_path_is_forgotten_after_a_while() -> None:
 async def test_edges_of_a_node_are_bounded_and_idle_ones_make_room(direct: Direct) -> None:
     acceptor, hub = direct.node.acceptor, direct.hub
     async with edge(hub) as end:
-        for number in range(2 * MOST_EDGES):
+        for number in range(2 * MAX_EDGES):
             other = HubOfTest(signer=hub.signer, edge_id=f"{number:032x}")
             await acceptor.offer(other.make(EdgeRole.NODE, None))
-            assert len(acceptor.edge_ids) <= MOST_EDGES
+            assert len(acceptor.edge_ids) <= MAX_EDGES
         assert hub.edge_id in acceptor.edge_ids
         assert await pump(end.port, b"kept") == b"kept"
 

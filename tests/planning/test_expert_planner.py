@@ -8,11 +8,11 @@ from linkcpp.cluster.records import Cluster, DiscoveredNode, NodeId, NodeStatus
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.presets import load_model
 from linkcpp.model.records import LayerKind, ModelInventory, TensorRole
-from linkcpp.node.records import MOST_SEGMENTS as NODE_MOST_SEGMENTS
+from linkcpp.node.records import MAX_SEGMENTS as NODE_MOST_SEGMENTS
 from linkcpp.node.records import WORKER_SCRATCH_BYTES as NODE_SCRATCH_BYTES
 from linkcpp.planning.backbone import DISPATCH_MS, WORKER_SCRATCH_BYTES, without_experts
 from linkcpp.planning.documents import parse_plan, plan_text
-from linkcpp.planning.expert_copies import MOST_SEGMENTS
+from linkcpp.planning.expert_copies import MAX_SEGMENTS
 from linkcpp.planning.expert_planner import plan_experts
 from linkcpp.planning.offers import remote_offers, usable_nodes
 from linkcpp.planning.records import Plan, PlanMode, PlanOptions
@@ -90,7 +90,7 @@ def test_shares_hold_what_their_segments_say_and_fit() -> None:
             assert share.memory.weight_bytes == units * size
             room = share.memory.available_bytes - share.memory.reserve_bytes
             assert share.memory.used_bytes <= room
-            assert len(share.segments) <= MOST_SEGMENTS
+            assert len(share.segments) <= MAX_SEGMENTS
         assert sum(share.work_share for share in plan.expert_shares) == pytest.approx(1)
         firsts = sum(share.unit_count - share.replica_count for share in plan.expert_shares)
         assert firsts == len(units_of(model))
@@ -236,7 +236,7 @@ def test_it_says_when_the_coordinator_cannot_hold_the_backbone() -> None:
 
 def test_the_limits_are_those_of_the_nodes() -> None:
     assert WORKER_SCRATCH_BYTES == NODE_SCRATCH_BYTES
-    assert MOST_SEGMENTS == NODE_MOST_SEGMENTS
+    assert MAX_SEGMENTS == NODE_MOST_SEGMENTS
 
 
 def hot_counts(model: ModelInventory) -> RoutingCounts:
@@ -289,7 +289,7 @@ def test_often_chosen_experts_are_near_and_make_a_token_faster() -> None:
     told = expected.token_ms - plan.stages[0].compute_ms - 48 * DISPATCH_MS
     assert told == pytest.approx(layers_ms(plan, model, where, counts))
     assert 0 <= expected.optimality_gap < 1
-    assert all(len(share.segments) <= MOST_SEGMENTS for share in plan.expert_shares)
+    assert all(len(share.segments) <= MAX_SEGMENTS for share in plan.expert_shares)
 
 
 def test_the_often_chosen_get_the_replicas_that_there_is_room_for() -> None:

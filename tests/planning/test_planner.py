@@ -11,7 +11,7 @@ from linkcpp.model.records import ModelInventory
 from linkcpp.planning.assumed import assumed_nodes, with_coordinator_memory, with_nodes
 from linkcpp.planning.costs import HOST_PROGRAM_BYTES
 from linkcpp.planning.planner import can_plan, find_plan
-from linkcpp.planning.records import MOST_DEVICES, CacheType, Plan, PlanMode, PlanOptions
+from linkcpp.planning.records import MAX_DEVICES, CacheType, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
 from tests.planning.clusters import (
     GIGABYTE,
@@ -46,7 +46,7 @@ def check(plan: Plan, inventory: ModelInventory) -> None:
     ]
     assert not any(stage.is_coordinator and stage.is_cpu for stage in plan.stages[1:])
     devices = [stage for stage in plan.stages if not (stage.is_coordinator and stage.is_cpu)]
-    assert len(devices) <= MOST_DEVICES
+    assert len(devices) <= MAX_DEVICES
     names = [(stage.node_id, stage.device) for stage in plan.stages]
     assert len(set(names)) == len(names)
     for memory in (plan.coordinator_memory, *(stage.memory for stage in devices)):

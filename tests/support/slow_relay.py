@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 _PIECE_BYTES = 64 * 1024
 # What may be on its way in one direction: enough for 1 Gbit/s at 80 ms.
-_MOST_PIECES = 256
+_MAX_PIECES = 256
 
 
 @dataclass
@@ -67,7 +67,7 @@ class SlowRelay:
                 end.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MOST_PIECES)
+        pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_PIECES)
         delivering = asyncio.create_task(self._deliver(pieces, writer))
         clock = asyncio.get_running_loop().time
         try:

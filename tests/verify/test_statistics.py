@@ -11,7 +11,7 @@ from linkcpp.dispatch.control import WorkerStatus
 from linkcpp.verify.records import WorkerReport
 from linkcpp.verify.rows import report_of
 from linkcpp.verify.statistics import (
-    MOST_MEAN_DIVERGENCE,
+    MAX_MEAN_DIVERGENCE,
     Position,
     compare,
     divergence,
@@ -95,7 +95,7 @@ def test_small_noise_is_equivalent_and_large_noise_differs(noise: float, verdict
     assert (found.equal_count == found.position_count) == (verdict == Verdict.EXACT)
     if verdict == Verdict.EQUIVALENT:
         assert 0 < found.largest_difference < 3e-4
-        assert found.mean_divergence < MOST_MEAN_DIVERGENCE
+        assert found.mean_divergence < MAX_MEAN_DIVERGENCE
 
 
 def test_one_wrong_position_among_a_thousand_differs() -> None:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from linkcpp.worker.agreement import (
-    LEAST_COSINE,
-    MOST_RELATIVE_ERROR,
+    MAX_RELATIVE_ERROR,
+    MIN_COSINE,
     Agreement,
     Verdict,
     compare_rows,
@@ -72,10 +72,10 @@ def test_the_bound_is_the_targets_cosine(angle: float) -> None:
     turned = np.array([[np.cos(angle), np.sin(angle)]], np.float32)
     agreement = compare_rows(turned, reference)
     # Where both sides of the bound are apart by more than the rounding of f32.
-    if abs(np.cos(angle) - LEAST_COSINE) > 1e-6:
-        is_close = np.cos(angle) > LEAST_COSINE
+    if abs(np.cos(angle) - MIN_COSINE) > 1e-6:
+        is_close = np.cos(angle) > MIN_COSINE
         assert (agreement.verdict != Verdict.DIFFERS) == is_close
-    assert pytest.approx(0.01414, abs=1e-5) == MOST_RELATIVE_ERROR
+    assert pytest.approx(0.01414, abs=1e-5) == MAX_RELATIVE_ERROR
 
 
 def test_values_of_any_size_are_compared() -> None:

@@ -20,7 +20,7 @@ from linkcpp.hub.data import make_data_folder, unusable_folder
 from linkcpp.hub.problems import HubProblem
 from linkcpp.model.slices.model_manifest import ModelManifest
 from linkcpp.model.source import FileSource
-from linkcpp.registry.models import MOST_MODELS, NAME_PATTERN, ServedModel
+from linkcpp.registry.models import MAX_MODELS, NAME_PATTERN, ServedModel
 
 ENTRY_NAME = "entry.json"
 MANIFEST_NAME = "manifest.json.gz"
@@ -121,7 +121,7 @@ class Catalogue:
     def entries(self) -> list[Entry]:
         """All models that can be read, each with its problem where it has one."""
         found = []
-        for name in self.names()[:MOST_MODELS]:
+        for name in self.names()[:MAX_MODELS]:
             try:
                 entry = self.entry(name)
             except HubProblem:
@@ -175,8 +175,8 @@ class Catalogue:
                 f"There is a model {name} already.",
                 hint=f"Choose another name with --name, or `linkcpp hub models remove {name}`.",
             )
-        if len(names) >= MOST_MODELS:
-            raise HubProblem(409, "too_many_models", f"The hub has {MOST_MODELS} models.")
+        if len(names) >= MAX_MODELS:
+            raise HubProblem(409, "too_many_models", f"The hub has {MAX_MODELS} models.")
         folder = self.begun_folder(name)
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -30,8 +30,8 @@ from linkcpp.model.slices.writing import choose_segments
 from linkcpp.registry.models import parse_segments_text
 
 # A large model's manifest takes some megabytes, as does a slice's layout of many ranges.
-_MOST_MODELS: Final = 4
-_MOST_PLANS: Final = 32
+_MAX_MODELS: Final = 4
+_MAX_PLANS: Final = 32
 
 _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
@@ -58,8 +58,8 @@ class Library:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
-        self._models: _Recent[tuple[str, int, int], _Loaded] = _Recent(_MOST_MODELS)
-        self._plans: _Recent[tuple[str, tuple[Segment, ...]], SlicePlan] = _Recent(_MOST_PLANS)
+        self._models: _Recent[tuple[str, int, int], _Loaded] = _Recent(_MAX_MODELS)
+        self._plans: _Recent[tuple[str, tuple[Segment, ...]], SlicePlan] = _Recent(_MAX_PLANS)
 
     def record(self, name: str) -> Content:
         """What the hub tells of one model.

@@ -12,7 +12,7 @@ from linkcpp.hub.weights.library import Library
 from linkcpp.hub.weights.streaming import DownloadResponse, Downloads
 from linkcpp.model.parts import MAXIMUM_PARTS
 from linkcpp.registry.models import (
-    LONGEST_SEGMENTS_TEXT,
+    MAX_SEGMENTS_CHARACTERS,
     NAME_PATTERN,
     ServedModel,
     ServedModelList,
@@ -24,7 +24,7 @@ _Part = Annotated[int, Query(ge=1, le=MAXIMUM_PARTS, description="Which file of 
 _Segments = Annotated[
     str,
     Query(
-        max_length=LONGEST_SEGMENTS_TEXT,
+        max_length=MAX_SEGMENTS_CHARACTERS,
         description="LAYERS:EXPERTS, several with ';' between them: 0-3:0-31;4:16-63,128-255",
     ),
 ]

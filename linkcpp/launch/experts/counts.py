@@ -9,7 +9,7 @@ from linkcpp.planning.records import PlanMode
 from linkcpp.planning.routing_counts import RoutingCounts, parse_counts
 
 _CALL_SECONDS = 10.0
-_MOST_FILE_BYTES = 64 * 2**20
+_MAX_FILE_BYTES = 64 * 2**20
 
 
 def routing_counts_of(folder: DeploymentFolder) -> RoutingCounts:
@@ -54,7 +54,7 @@ def _saved(folder: DeploymentFolder) -> RoutingCounts | None:
     path = folder.routing_counts_file
     try:
         with path.open("rb") as file:
-            return parse_counts(file.read(_MOST_FILE_BYTES), source=str(path))
+            return parse_counts(file.read(_MAX_FILE_BYTES), source=str(path))
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -33,7 +33,7 @@ from linkcpp.planning.records import ExpertShare
 log = logging.getLogger("linkcpp.launch")
 
 FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 10.0
+MAX_PAUSE_SECONDS = 10.0
 LINK_SECONDS = 60.0
 LINK_POLL_SECONDS = 0.1
 # A link that fails opens again within seconds where the worker lives.
@@ -92,10 +92,10 @@ class Member(ABC):
                 log.exception("defect in linkcpp")
                 reason = self._note_failure(LinkcppError(f"Defect in linkcpp: {error!r}."))
             self._note_loss(reason)
-            is_stable = time.monotonic() - began > LONGEST_PAUSE_SECONDS
+            is_stable = time.monotonic() - began > MAX_PAUSE_SECONDS
             pause_seconds = FIRST_PAUSE_SECONDS if is_stable else pause_seconds
             await asyncio.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, LONGEST_PAUSE_SECONDS)
+            pause_seconds = min(2 * pause_seconds, MAX_PAUSE_SECONDS)
 
     def _note_failure(self, error: LinkcppError) -> str:
         if not self.first_try.done():

@@ -16,7 +16,7 @@ from linkcpp.model.expert_tensors import (
     is_expert_weight,
 )
 from linkcpp.model.ggml_types import TYPES_BY_NAME
-from linkcpp.model.header import LONGEST_KEPT_ARRAY, Header, Value
+from linkcpp.model.header import MAX_KEPT_ARRAY_ITEMS, Header, Value
 from linkcpp.model.parts import ModelFiles
 from linkcpp.model.slices.encoding import NewTensor, Pair, encode_header, padded
 from linkcpp.model.slices.segments import INDEX_END, Range, Segment, count_experts, ranges_by_layer
@@ -209,7 +209,7 @@ def _pairs(
 
 
 def _check_fits_in_keys(ranges: Mapping[int, tuple[Range, ...]]) -> None:
-    most = LONGEST_KEPT_ARRAY // 2
+    most = MAX_KEPT_ARRAY_ITEMS // 2
     for layer, held in ranges.items():
         if len(held) > most:
             raise LinkcppError(
