@@ -14,9 +14,9 @@ import typer
 from rich.text import Text
 
 from linkcpp.cli.output import console, status_console
-from linkcpp.common.alone import held_alone
 from linkcpp.common.errors import LinkcppError, NotNowError
 from linkcpp.common.files import write_atomically
+from linkcpp.common.lockfile import held_lock
 from linkcpp.common.paths import data_folder, expand_home
 from linkcpp.common.text import shell_command
 from linkcpp.hub.identity import load_hub_identity
@@ -66,7 +66,7 @@ def only_hub(folder: Path) -> AbstractContextManager[None]:
         f"A hub runs already with the data folder {folder}.",
         hint="Stop that one first, or give another folder with --data.",
     )
-    return held_alone(folder / "hub.lock", taken)
+    return held_lock(folder / "hub.lock", taken)
 
 
 def note_address(folder: Path, url: str) -> None:

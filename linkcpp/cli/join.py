@@ -23,9 +23,9 @@ from linkcpp.common.paths import expand_home
 from linkcpp.common.sockets import listen
 from linkcpp.common.units import parse_bytes
 from linkcpp.node.agent import AgentOptions, NodeAgent
-from linkcpp.node.alone import only_agent
 from linkcpp.node.join_options import JoinOptions, load_join_options, save_join_options
 from linkcpp.node.joining import Joining
+from linkcpp.node.lockfile import only_agent
 from linkcpp.node.membership import revoked
 from linkcpp.registry.client import joined_client
 from linkcpp.registry.connection import HubError, HubRefusedError

@@ -21,7 +21,7 @@ from linkcpp.common.logs import LogFormat, choose_format, log_for_people
 from linkcpp.common.sockets import listen
 from linkcpp.common.units import parse_bytes
 from linkcpp.node.agent import AgentOptions, NodeAgent
-from linkcpp.node.alone import only_agent
+from linkcpp.node.lockfile import only_agent
 
 app = verb(help="Run this machine's node agent.")
 

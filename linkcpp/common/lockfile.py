@@ -10,7 +10,7 @@ from linkcpp.common.errors import LinkcppError, error_of_system
 
 
 @contextlib.contextmanager
-def held_alone(path: Path, taken: LinkcppError) -> Iterator[None]:
+def held_lock(path: Path, taken: LinkcppError) -> Iterator[None]:
     """Hold the lock file at ``path`` while the block runs; its folder is made if need be.
 
     Raises:

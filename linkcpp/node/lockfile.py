@@ -2,8 +2,8 @@
 
 from contextlib import AbstractContextManager
 
-from linkcpp.common.alone import held_alone
 from linkcpp.common.errors import NotNowError
+from linkcpp.common.lockfile import held_lock
 from linkcpp.common.paths import state_folder
 
 
@@ -19,4 +19,4 @@ def only_agent() -> AbstractContextManager[None]:
         hint="Stop that one first; for a second node on this machine set LINKCPP_HOME to "
         "another folder.",
     )
-    return held_alone(path, taken)
+    return held_lock(path, taken)
