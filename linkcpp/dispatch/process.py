@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pydantic import Field
 
+from linkcpp.common.child_main import Announce, run_program
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.programs import Announce, run_program
 from linkcpp.common.records import Record
 from linkcpp.common.serving import make_server
 from linkcpp.common.sockets import listen

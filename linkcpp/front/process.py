@@ -20,8 +20,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from linkcpp.common.access import let_in
+from linkcpp.common.child_main import Announce, run_program
 from linkcpp.common.metrics import metrics_response
-from linkcpp.common.programs import Announce, run_program
 from linkcpp.common.records import Record
 from linkcpp.common.request_log import RequestLog
 from linkcpp.common.serving import make_server

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from linkcpp.common.child_main import Announce, run_program
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.programs import Announce, run_program
 from linkcpp.common.records import Record
 from linkcpp.common.sockets import listen
 from linkcpp.engine.ops import read_op_table
