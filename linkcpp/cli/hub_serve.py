@@ -11,8 +11,8 @@ import uvloop
 from linkcpp.cli.hub_access import data_folder_of, note_address, only_hub
 from linkcpp.cli.output import console, status_console
 from linkcpp.cluster.config import node_url
+from linkcpp.common.http_server import BoundedHttpProtocol
 from linkcpp.common.logs import log_as_json
-from linkcpp.common.serving import BoundedHttpProtocol
 from linkcpp.common.sockets import listen
 from linkcpp.common.text import shell_command
 from linkcpp.hub.app import create_app

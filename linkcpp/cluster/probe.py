@@ -23,10 +23,10 @@ from linkcpp.cluster.config import node_url
 from linkcpp.cluster.records import Health, LinkSpeed, NodeRecord
 from linkcpp.cluster.text import printable_json
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
+from linkcpp.common.http_client import PROXY_STATUSES
 from linkcpp.common.network_errors import in_words
 from linkcpp.common.records import WireRecord
 from linkcpp.common.request_ids import request_id_headers
-from linkcpp.common.service_calls import PROXY_STATUSES
 from linkcpp.common.text import printable
 
 # A node that computes with all its cores answers late.

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from linkcpp.common.child_main import Announce, run_program
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.http_server import make_server
 from linkcpp.common.records import Record
-from linkcpp.common.serving import make_server
 from linkcpp.common.sockets import listen
 from linkcpp.dispatch.control import NewServer, NewWorker, build_control
 from linkcpp.dispatch.device import VirtualDevice

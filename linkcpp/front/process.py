@@ -21,10 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from linkcpp.common.access import let_in
 from linkcpp.common.child_main import Announce, run_program
+from linkcpp.common.http_server import make_server
 from linkcpp.common.metrics import metrics_response
 from linkcpp.common.records import Record
 from linkcpp.common.request_log import RequestLog
-from linkcpp.common.serving import make_server
 from linkcpp.common.sockets import listen
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.dispatch.metrics import dispatch_metrics

@@ -5,8 +5,8 @@ import socket
 
 import h11
 
+from linkcpp.common.http_server import BoundedHttpProtocol, make_server
 from linkcpp.common.records import ErrorBody
-from linkcpp.common.serving import BoundedHttpProtocol, make_server
 from linkcpp.gateway.app import create_app
 from linkcpp.gateway.relay import Relay
 from linkcpp.gateway.upgrade import UpgradeError
@@ -16,7 +16,7 @@ from linkcpp.registry.relay import RELAY_PATH
 def relay_http_protocol(relay: Relay) -> type[BoundedHttpProtocol]:
     """Make the class of HTTP connections that hands WebSockets at ``/v1/relay`` to a relay.
 
-    For ``linkcpp.common.serving.make_server(http=…)``. Everything else goes to the application.
+    For ``linkcpp.common.http_server.make_server(http=…)``. Everything else goes to the application.
     """
 
     class RelayHttpProtocol(BoundedHttpProtocol):

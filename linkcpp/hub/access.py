@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from linkcpp.cluster.token import tokens_equal
 from linkcpp.common.access import RateLimit, let_in, read_body, refuse, replay
 from linkcpp.common.callers import caller as caller_address
+from linkcpp.common.http_server import MAX_HEAD_BYTES
 from linkcpp.common.metrics import METRICS_PATH
 from linkcpp.common.request_log import NotedAnswer, request_id_of
-from linkcpp.common.serving import MAX_HEAD_BYTES
 from linkcpp.common.text import printable
 from linkcpp.hub.directory import Directory
 from linkcpp.hub.identity import HubIdentity

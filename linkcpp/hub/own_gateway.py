@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from linkcpp.common.serving import BoundedHttpProtocol
+from linkcpp.common.http_server import BoundedHttpProtocol
 from linkcpp.gateway.relay import Relay
 from linkcpp.gateway.serving import relay_http_protocol
 from linkcpp.hub.problems import HubProblem

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp
 
 from linkcpp.common.descriptors import raise_descriptor_limit
-from linkcpp.common.serving import BoundedHttpProtocol, make_server
+from linkcpp.common.http_server import BoundedHttpProtocol, make_server
 from linkcpp.hub.service import Hub
 
 # Machines ping too; together both ends notice a dead link, and proxies see traffic in time.

@@ -14,8 +14,8 @@ from linkcpp.cluster.mdns import Advertisement, Advertiser, memory_class
 from linkcpp.cluster.measure import CPU, Promise, this_machine
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.http_server import make_server
 from linkcpp.common.paths import data_folder, state_folder
-from linkcpp.common.serving import make_server
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.fingerprint import read_devices
 from linkcpp.engine.probe import EngineProblemFound

@@ -14,8 +14,8 @@ from linkcpp.cluster.config import node_url
 from linkcpp.cluster.records import Health, NodeId
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
 from linkcpp.common.closing import AsyncClosing
+from linkcpp.common.http_client import RemoteService, ServiceError, read_bounded
 from linkcpp.common.request_ids import request_id_headers
-from linkcpp.common.service_calls import CalledService, ServiceError, read_bounded
 from linkcpp.common.sockets import tune_transport
 from linkcpp.common.text import printable
 from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
@@ -82,7 +82,7 @@ class NodeConnection(AsyncClosing):
     ) -> None:
         self.url = url.rstrip("/")
         self._token = token
-        self._node = CalledService("node", self.url, _HINT_REACH, NodeUnreachableError)
+        self._node = RemoteService("node", self.url, _HINT_REACH, NodeUnreachableError)
         self._timeout_seconds = timeout_seconds
         self.way = way
         self._is_proven = edge is not None

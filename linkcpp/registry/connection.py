@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import httpx
 
 from linkcpp.common.closing import AsyncClosing
+from linkcpp.common.http_client import RemoteService, ServiceError, read_bounded
 from linkcpp.common.proxies import ProxiedAsyncTransport, Proxy
 from linkcpp.common.records import WireRecord
 from linkcpp.common.request_ids import request_id_headers
-from linkcpp.common.service_calls import CalledService, ServiceError, read_bounded
 from linkcpp.registry.records import HubHealth, NodeToken
 from linkcpp.registry.trust import check_hub_url, tls_context
 
@@ -76,7 +76,7 @@ class HubConnection(AsyncClosing):
     ) -> None:
         self.url = check_hub_url(url, allow_plain=allow_plain)
         self.hub_id = hub_id
-        self.service = CalledService("hub", self.url, _HINT_REACH, HubUnreachableError)
+        self.service = RemoteService("hub", self.url, _HINT_REACH, HubUnreachableError)
         self.timeout_seconds = timeout_seconds
         self._renew = renew
         self._token: NodeToken | None = None

@@ -7,8 +7,8 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
+from linkcpp.common.http_client import RemoteService, ServiceError
 from linkcpp.common.network_errors import in_words
-from linkcpp.common.service_calls import CalledService, ServiceError
 
 
 async def _fail(url: str) -> Exception:
@@ -58,7 +58,7 @@ def test_an_error_without_a_text_has_words_all_the_same(kind: type[Exception]) -
 def test_a_proxy_that_answers_in_the_place_of_a_hub_is_not_taken_for_something_else(
     status: int,
 ) -> None:
-    hub = CalledService("hub", "https://hub.example", "See that it runs.", ServiceError)
+    hub = RemoteService("hub", "https://hub.example", "See that it runs.", ServiceError)
     with pytest.raises(ServiceError, match="cannot be reached: a proxy on the way") as told:
         hub.told(status, b"<html>Bad Gateway</html>")
     assert told.value.code == "unreachable"

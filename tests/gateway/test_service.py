@@ -87,7 +87,7 @@ async def test_no_secret_of_a_relay_is_in_its_metrics(gateway: Gateway) -> None:
 async def test_a_request_head_that_does_not_end_is_dropped(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("linkcpp.common.serving.HEAD_DEADLINE_SECONDS", 0.2)
+    monkeypatch.setattr("linkcpp.common.http_server.HEAD_DEADLINE_SECONDS", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(b"GET /v1/relay HTTP/1.1\r\nHost: x\r\n")
     assert await reader.read() == b""

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from linkcpp.common import serving
+from linkcpp.common import http_server
 from linkcpp.hub import access
 from linkcpp.registry.edges import CloseEvent
 from linkcpp.registry.records import Heartbeat, Role
@@ -116,7 +116,7 @@ async def test_a_caller_that_is_revoked_while_its_body_comes_is_not_answered(
 async def test_a_client_that_stalls_in_its_head_or_body_is_dropped(
     hub: RunningHub, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(serving, "HEAD_DEADLINE_SECONDS", 0.3)
+    monkeypatch.setattr(http_server, "HEAD_DEADLINE_SECONDS", 0.3)
     monkeypatch.setattr(access, "BODY_DEADLINE_SECONDS", 0.3)
     answer = await talk(hub, sent)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 408")

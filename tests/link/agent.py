@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket
 
-from linkcpp.common.serving import make_server
+from linkcpp.common.http_server import make_server
 from linkcpp.common.sockets import listen
 from linkcpp.link.acceptor import EdgeAcceptor
 from linkcpp.link.transport import AcceptedTransport

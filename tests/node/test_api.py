@@ -12,7 +12,7 @@ from websockets.exceptions import InvalidStatus
 
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.cluster.token import health_proof, make_challenge
-from linkcpp.common import serving
+from linkcpp.common import http_server
 from linkcpp.common.access import RateLimit
 from linkcpp.common.logs import REQUEST_LOGGER
 from linkcpp.common.records import ErrorBody
@@ -363,7 +363,7 @@ def test_one_ipv6_network_is_one_address() -> None:
 async def test_a_client_that_stalls_in_its_head_or_body_is_dropped(
     node: RunningAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "HEAD_DEADLINE_SECONDS", 0.3)
+    monkeypatch.setattr(http_server, "HEAD_DEADLINE_SECONDS", 0.3)
     monkeypatch.setattr(access, "BODY_DEADLINE_SECONDS", 0.3)
     port = int(node.url.rpartition(":")[2])
 

@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from linkcpp.common.access import refuse
+from linkcpp.common.http_server import make_server
 from linkcpp.common.records import ErrorBody
-from linkcpp.common.serving import make_server
 from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.roles import Caller, check_routes
 from linkcpp.hub.weights.adding import Addition, add_model

@@ -35,7 +35,7 @@ _R = TypeVar("_R", bound=Record)
 
 
 @dataclass(frozen=True, slots=True)
-class CalledService(Generic[_E]):
+class RemoteService(Generic[_E]):
     """A service as people are told of it: its kind, such as ``hub``, and where it is.
 
     Where it does not answer, or is something else, an ``unreachable_error`` is made; ``way_out``
