@@ -25,7 +25,7 @@ from linkcpp.model.records import ModelInventory
 from linkcpp.node.connector import NodeConnector
 from linkcpp.planning.documents import check_plan_model
 from linkcpp.planning.offers import is_usable
-from linkcpp.planning.records import Plan, PlanMode, PlanOptions
+from linkcpp.planning.records import Plan, PlanMode
 from linkcpp.registry.discovering import find_everywhere
 from linkcpp.registry.finding_models import read_inventory_anywhere
 from linkcpp.registry.hub_places import parse_hub_location
@@ -138,7 +138,7 @@ class Surroundings:
         cluster = await self._cluster()
         remaining = remaining_cluster(self.request.plan, cluster, excluded)
         inventory = await self._inventory()
-        return await asyncio.to_thread(plan_again, inventory, remaining, self.request.plan.options)
+        return await asyncio.to_thread(plan_again, inventory, remaining, self.request.plan)
 
     async def advertised_urls(self, node_id: NodeId) -> list[str]:
         """Return the addresses at which a node says on the local network that it is."""
@@ -192,8 +192,8 @@ class Surroundings:
         )
 
 
-def plan_again(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> Plan:
-    """Return the best plan after a failure. Pure.
+def plan_again(inventory: ModelInventory, cluster: Cluster, first: Plan) -> Plan:
+    """Return the best plan after a failure of what was asked for at ``first``. Pure.
 
     A model that was spread over nodes because the user said so is served by fewer nodes than that,
     or by the coordinator alone, rather than not at all.
@@ -204,14 +204,15 @@ def plan_again(inventory: ModelInventory, cluster: Cluster, options: PlanOptions
     # A supervisor lives for weeks and hardly ever plans: the solver takes 6 MB.
     from linkcpp.planning.shortfall import InfeasibleError, make_plan  # noqa: PLC0415
 
+    options, counts = first.options, first.routing_counts
     try:
-        return make_plan(inventory, cluster, options)
+        return make_plan(inventory, cluster, options, counts)
     except InfeasibleError:
         if options.mode is not PlanMode.LAYERS:
             raise
         anything = options.model_copy(update={"mode": PlanMode.AUTO, "minimum_stages": 1})
         try:
-            return make_plan(inventory, cluster, anything)
+            return make_plan(inventory, cluster, anything, counts)
         except InfeasibleError:
             pass
         raise

@@ -119,7 +119,8 @@ def _candidate(
     bound = counted.bound_ms
     if counts is not None:
         weights = [
-            counts.weights(layer, inventory.layers[layer].expert_count) for layer in counted.layers
+            np.array(counts.weights(layer, inventory.layers[layer].expert_count))
+            for layer in counted.layers
         ]
         # With the often chosen nearby, a layer may take less than any even placement of it.
         bound = sum(

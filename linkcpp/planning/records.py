@@ -9,6 +9,7 @@ from linkcpp.cluster.records import NodeId
 from linkcpp.common.records import Record
 from linkcpp.engine.records import EngineFingerprint
 from linkcpp.model.slices.segments import Segment
+from linkcpp.planning.routing_counts import RoutingCounts
 
 SCHEMA_VERSION = 1
 # llama-server refuses `-ts` with 16 entries, and its scheduler has 16 backends, the CPU among them.
@@ -193,7 +194,8 @@ class Plan(Record):
     window, experts kept in RAM). In mode ``experts`` the one stage is the backbone, and
     ``expert_shares`` say who computes which experts. ``node_urls`` are hints for every node that
     the plan could have used; a node is found again by its id. ``reason`` says in words why this
-    placement was taken.
+    placement was taken. ``routing_counts`` are those that it was made with: a plan that takes its
+    place heeds them too.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -209,6 +211,7 @@ class Plan(Record):
     node_urls: dict[NodeId, tuple[str, ...]]
     expectation: Expectation
     reason: str = ""
+    routing_counts: RoutingCounts | None = None
 
 
 class Shortfall(Record):

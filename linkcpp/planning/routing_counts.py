@@ -6,12 +6,10 @@
 import json
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import Field, ValidationError
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import WireRecord
-from linkcpp.planning.problem import Floats
 
 Index = Annotated[int, Field(ge=0, lt=2**20)]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
@@ -28,16 +26,15 @@ class RoutingCounts(WireRecord):
     model_digest: str | None = None
     layers: dict[Index, dict[Index, Count]] = Field(max_length=_MAX_LAYERS)
 
-    def weights(self, layer: int, expert_count: int) -> Floats:
+    def weights(self, layer: int, expert_count: int) -> list[float]:
         """Shares of the layer's work by expert.
 
         Every expert counts one more than was recorded, as none is never chosen (Laplace).
         """
-        counts = np.ones(expert_count)
-        for expert, count in self.layers.get(layer, {}).items():
-            counts[expert] += count
-        weights: Floats = counts / counts.sum()
-        return weights
+        recorded = self.layers.get(layer, {})
+        counts = [1 + recorded.get(expert, 0) for expert in range(expert_count)]
+        total = sum(counts)
+        return [count / total for count in counts]
 
 
 def parse_counts(text: bytes | str, *, source: str) -> RoutingCounts:

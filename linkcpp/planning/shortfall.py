@@ -67,7 +67,7 @@ def make_plan(
     plan = find_plan(inventory, cluster, options, counts)
     if plan is None:
         raise InfeasibleError(explain(inventory, cluster, options))
-    return plan
+    return plan.model_copy(update={"routing_counts": counts})
 
 
 def explain(inventory: ModelInventory, cluster: Cluster, options: PlanOptions) -> Infeasible:

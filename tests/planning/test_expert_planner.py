@@ -6,6 +6,7 @@ import pytest
 
 from linkcpp.cluster.records import Cluster, DiscoveredNode, NodeId, NodeStatus
 from linkcpp.common.errors import LinkcppError
+from linkcpp.launch.surroundings import plan_again
 from linkcpp.model.presets import load_model
 from linkcpp.model.records import LayerKind, ModelInventory, TensorRole
 from linkcpp.node.records import MAX_SEGMENTS as NODE_MOST_SEGMENTS
@@ -262,7 +263,7 @@ def layers_ms(plan: Plan, model: ModelInventory, where: Cluster, counts: Routing
         work: dict[int, float] = defaultdict(float)
         for segment in share.segments:
             weights = counts.weights(segment.layer, 256)
-            work[segment.layer] += float(weights[segment.first : segment.last + 1].sum())
+            work[segment.layer] += sum(weights[segment.first : segment.last + 1])
         for layer, part in work.items():
             experts = max(1.0, 8 * part)
             row_ms = (ROW_BYTES + 8) / rate * 1e3
@@ -301,6 +302,19 @@ def test_the_often_chosen_get_the_replicas_that_there_is_room_for() -> None:
     assert all(len(n) == 2 for (_, expert), n in holders.items() if expert in (7, 200))
 
 
+def test_a_plan_that_is_made_again_without_a_node_still_heeds_the_counts() -> None:
+    model = load_model(LARGE)
+    near = node("near", device("CPU", 30 * GIGABYTE, 60e9), rtt_ms=2.0, rate=200e6)
+    far = [node(f"far{i}", device("CPU", 18 * GIGABYTE, 6e9), rtt_ms=2.5) for i in range(5)]
+    counts = hot_counts(model)
+    made = make_plan(model, cluster(BARE_BYTES, near, *far), options(), counts)
+    first = parse_plan(plan_text(made), source="the supervisor's copy")
+    rest = cluster(BARE_BYTES, near, *far[:4])
+    again = plan_again(model, rest, first)
+    assert again.expert_shares == make_plan(model, rest, options(), counts).expert_shares
+    assert again.expert_shares != make_plan(model, rest, options()).expert_shares
+
+
 def test_counts_of_another_model_are_refused() -> None:
     model = load_model(LARGE)
     for layers in ({77: {0: 1}}, {48: {0: 1}}, {0: {256: 1}}):
@@ -312,7 +326,7 @@ def test_counts_are_read_with_care() -> None:
     good = parse_counts('{"layers": {"0": {"5": 812, "7": 3}}, "more": 1}', source="c.json")
     assert good.layers == {0: {5: 812, 7: 3}}
     weights = good.weights(0, 8)
-    assert weights.sum() == pytest.approx(1)
+    assert sum(weights) == pytest.approx(1)
     assert weights[5] == pytest.approx(813 / 823)
     for bad in ("", "[]", '{"layers": {"0": {"5": -1}}}', '{"layers": {"x": {}}}', "[" * 100_000):
         with pytest.raises(LinkcppError, match="no routing counts"):
