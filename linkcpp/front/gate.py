@@ -26,8 +26,8 @@ class GateShutError(Exception):
     """A request waited too long for the gate to open again."""
 
 
-class Passage:
-    """One request's way through the gate; what was counted before it began is not its fault."""
+class InFlightRequest:
+    """A request under way; what was counted before it began is not its fault."""
 
     def __init__(self, counter: FailureCounter) -> None:
         self._counter = counter
@@ -50,11 +50,11 @@ class Gate:
         self._counter = counter
         self._clean = clean
         self._clean_count = counter.value
-        self._under_way: set[Passage] = set()
+        self._in_flight: set[InFlightRequest] = set()
         self._opened = asyncio.Condition()
 
     @asynccontextmanager
-    async def passage(self) -> AsyncIterator[Passage]:
+    async def request(self) -> AsyncIterator[InFlightRequest]:
         """Pass as soon as the gate is open.
 
         Raises:
@@ -65,12 +65,12 @@ class Gate:
                 await self._opened.wait_for(lambda: self._counter.value == self._clean_count)
         except TimeoutError:
             raise GateShutError("llama-server is busy forgetting a failed request.") from None
-        passage = Passage(self._counter)
-        self._under_way.add(passage)
+        request = InFlightRequest(self._counter)
+        self._in_flight.add(request)
         try:
-            yield passage
+            yield request
         finally:
-            self._under_way.discard(passage)
+            self._in_flight.discard(request)
 
     async def watch(self) -> None:
         """Look for failures for ever.
@@ -85,9 +85,9 @@ class Gate:
 
     async def _recover(self) -> None:
         give_up_at = time.monotonic() + CLEAN_SECONDS
-        for passage in self._under_way:
-            passage.failure_seen.set()
-        while self._under_way:
+        for request in self._in_flight:
+            request.failure_seen.set()
+        while self._in_flight:
             if time.monotonic() > give_up_at:
                 raise LinkcppError("Requests that failed do not end.")
             await asyncio.sleep(LOOK_SECONDS)
@@ -104,14 +104,14 @@ class Gate:
         raise LinkcppError("llama-server goes on with requests that failed.")
 
 
-class Cleaner:
+class SlotEraser:
     """Erases llama-server's slots: what they keep of prompts would be used again."""
 
     def __init__(self, upstream: Upstream, slot_count: int) -> None:
         self._upstream = upstream
         self._slot_count = slot_count
 
-    async def clean(self) -> None:
+    async def erase_all(self) -> None:
         """Erase every slot; llama-server does so between two batches, once a slot is idle.
 
         Raises:

@@ -28,7 +28,7 @@ from linkcpp.common.request_log import RequestLog
 from linkcpp.common.sockets import listen
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.dispatch.metrics import dispatch_metrics
-from linkcpp.front.gate import Cleaner, Gate, GateShutError
+from linkcpp.front.gate import Gate, GateShutError, SlotEraser
 from linkcpp.front.keys import read_api_keys, shows_key
 from linkcpp.front.proxied_request import ProxiedRequest
 from linkcpp.front.refusals import Refusal, Refusals
@@ -96,14 +96,14 @@ class Front:
         elif path == EXPERTS_METRICS_PATH:
             await self._tell_metrics(scope, receive, send)
         elif not is_computing:
-            await self._exchange(scope, receive, send, with_key=is_let_in).run()
+            await self._proxied(scope, receive, send, with_key=is_let_in).run()
         elif _SLOT_ACTION.fullmatch(path):
             refusal = Refusal(501, "Saving, restoring and erasing slots is switched off.")
             await self._refuse(refusal, scope, receive, send)
         else:
             await self._compute(scope, receive, send)
 
-    def _exchange(
+    def _proxied(
         self, scope: Scope, receive: Receive, send: Send, *, with_key: bool
     ) -> ProxiedRequest:
         return ProxiedRequest(
@@ -111,16 +111,16 @@ class Front:
         )
 
     async def _compute(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = self._exchange(scope, receive, send, with_key=True)
+        request = self._proxied(scope, receive, send, with_key=True)
         try:
-            async with self._gate.passage() as passage:
-                await exchange.run(passage)
+            async with self._gate.request() as in_flight:
+                await request.run(in_flight)
         except GateShutError as error:
             await self._refuse(Refusal(503, str(error)), scope, receive, send)
             return
         # Only now, when nothing of the request is under way any more: the gate need not wait.
-        if exchange.has_failed:
-            await exchange.refuse(await self._refusals.describe())
+        if request.has_failed:
+            await request.refuse(await self._refusals.describe())
 
     async def _tell_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a scrape of what the virtual device and its workers did."""
@@ -151,8 +151,8 @@ async def run_front(config: FrontConfig, announce: Announce) -> None:
     """
     keys = read_api_keys(config.api_key_file) if config.api_key_file else ()
     upstream = Upstream(config.engine_port, config.engine_key)
-    cleaner = Cleaner(upstream, config.slot_count)
-    gate = Gate(FailureCounter(config.failure_counter), cleaner.clean)
+    eraser = SlotEraser(upstream, config.slot_count)
+    gate = Gate(FailureCounter(config.failure_counter), eraser.erase_all)
     front = Front(upstream, gate, Refusals(config.control_file), keys)
     server = make_server(
         RequestLog(front, _is_routine),

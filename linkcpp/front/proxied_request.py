@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from linkcpp.common.network_errors import in_words
-from linkcpp.front.gate import Passage
+from linkcpp.front.gate import InFlightRequest
 from linkcpp.front.keys import KEY_HEADERS
 from linkcpp.front.refusals import Refusal
 from linkcpp.front.upstream import STALL_SECONDS, Headers, Upstream
@@ -62,18 +62,18 @@ class ProxiedRequest:
         self._has_begun = False
         self._is_events = False
         self._names_events = False
-        self._passage: Passage | None = None
+        self._in_flight: InFlightRequest | None = None
         self.has_failed = False
 
-    async def run(self, passage: Passage | None = None) -> None:
+    async def run(self, in_flight: InFlightRequest | None = None) -> None:
         """Carry the request there and the answer back. A failure stops it; see ``has_failed``."""
-        self._passage = passage
+        self._in_flight = in_flight
         tasks = {
             asyncio.create_task(self._client_gone()),
             asyncio.create_task(_true(self._stopping.wait())),
         }
-        if passage is not None:
-            tasks.add(asyncio.create_task(_true(passage.failure_seen.wait())))
+        if in_flight is not None:
+            tasks.add(asyncio.create_task(_true(in_flight.failure_seen.wait())))
         carrying = asyncio.create_task(self._carry())
         try:
             await asyncio.wait({carrying, *tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -82,7 +82,7 @@ class ProxiedRequest:
             for task in (carrying, *tasks):
                 task.cancel()
             results = await asyncio.gather(carrying, *tasks, return_exceptions=True)
-        self.has_failed |= passage is not None and passage.failure_seen.is_set()
+        self.has_failed |= in_flight is not None and in_flight.failure_seen.is_set()
         if isinstance(results[0], Exception) and not self.has_failed:
             raise results[0]
         if self._stopping.is_set() and not (is_carried or self.has_failed):
@@ -151,7 +151,7 @@ class ProxiedRequest:
             await self._put(b"", more=False)
 
     def _stop_if_failed(self) -> bool:
-        self.has_failed |= self._passage is not None and self._passage.has_failed
+        self.has_failed |= self._in_flight is not None and self._in_flight.has_failed
         return self.has_failed
 
     async def _put(self, data: bytes, *, more: bool = True) -> None:
