@@ -8,16 +8,38 @@ import pytest
 
 from linkcpp.engine.records import EngineLocation
 from tests.model.web_server import Server
+from tests.support import lengths
 from tests.support.engines import ENGINES, prebuilt_engine
+
+# Who uses one starts programs, which takes seconds.
+_SLOW_FIXTURES = {"engine", "stock_engine"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what makes a run long."""
     parser.addoption(
-        "--full-matrix",
+        "--long",
         action="store_true",
-        help="Every architecture with every number of workers and every length of prompt.",
+        help="Tests marked `long`, whole matrices, and many times the examples of fuzz tests.",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say how long the run is before test modules ask."""
+    lengths.is_long = config.getoption("--long")
+
+
+# First, so that `-m "not slow"` knows the marks.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests with programs as slow, and leave long ones out of a run that is not long."""
+    for item in items:
+        if _SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
+    if not lengths.is_long:
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Every kind of mixture on any workers, with prompts of any length: difference 0, always.
 
 The regular run covers each value of each axis at least once for each architecture. The whole
-matrix is ``pytest tests/dispatch/test_architectures.py --full-matrix``.
+matrix is ``bin/test --long tests/dispatch/test_architectures.py``.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import pytest
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.slices.segments import Segment
 from tests.dispatch.test_exactness import even_shares, swarm, uneven_overlapping_shares
-from tests.support import models
+from tests.support import lengths, models
 from tests.support.swarm import Server, as_json, running_llama_server
 
 MIXTURES: dict[str, Callable[[], Path]] = {
@@ -69,7 +69,7 @@ def cases_of_run(full: bool) -> list[tuple[str, str, tuple[int, ...]]]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "lengths" in metafunc.fixturenames:
-        cases = cases_of_run(metafunc.config.getoption("--full-matrix"))
+        cases = cases_of_run(lengths.is_long)
         ids = [f"{name}-{share}" for name, share, _ in cases]
         metafunc.parametrize(("mixture", "share", "lengths"), cases, ids=ids)
 

@@ -1,10 +1,9 @@
 """Workers that are slow, vanish and come back at random, again and again: not a bit changes.
 
-The regular run has 40 deaths and returns; ``LINKCPP_CHAOS=1000`` has a thousand (some minutes).
+The regular run has 40 deaths and returns; ``--long`` has a thousand (some minutes).
 """
 
 import contextlib
-import os
 import select
 import signal
 import socket
@@ -20,6 +19,7 @@ from linkcpp.dispatch.control import NewWorker
 from linkcpp.engine.records import EngineLocation
 from tests.dispatch.test_exactness import SHORT, even_shares
 from tests.support import models
+from tests.support.lengths import repeated
 from tests.support.swarm import (
     TOKEN,
     Running,
@@ -29,7 +29,7 @@ from tests.support.swarm import (
     running_worker,
 )
 
-EVENTS = int(os.environ.get("LINKCPP_CHAOS", "40"))
+EVENTS = repeated(40)
 TOKENS = 96
 
 

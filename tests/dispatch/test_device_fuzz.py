@@ -16,6 +16,7 @@ from linkcpp.engine.wire_messages import PLAIN_TCP
 from linkcpp.engine.wire_tensor import empty_tensors
 from tests.dispatch.test_exactness import SHORT, even_shares, swarm
 from tests.support import models
+from tests.support.lengths import repeated
 from tests.support.swarm import as_json
 
 HELLO = encode_request(Command.HELLO, PLAIN_TCP)
@@ -67,7 +68,7 @@ def test_clients_that_are_refused_leave_the_served_one_undisturbed(
         wanted = as_json(server.complete(SHORT, 12))
         process = psutil.Process(device.running.process.pid)
         before = process.memory_info().rss
-        for _ in range(150):
+        for _ in range(repeated(150)):
             with socket.create_connection(("127.0.0.1", device.port), 10) as client:
                 client.settimeout(0.02)
                 with contextlib.suppress(OSError):

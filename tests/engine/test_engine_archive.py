@@ -27,6 +27,7 @@ from linkcpp.engine.check import check_engine
 from linkcpp.engine.install import install_archive
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.staging import staged_engine
+from tests.support.lengths import repeated
 
 Serve = Callable[..., str]
 
@@ -324,7 +325,7 @@ def test_a_zip_that_lies_about_its_sizes_is_damaged(tmp_path: Path) -> None:
         _unpack(lying, tmp_path / "inside")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=repeated(60))
 @given(position=st.integers(0, 400), value=st.integers(0, 255), cut=st.integers(0, 400))
 def test_a_damaged_archive_is_an_error_in_one_sentence_or_whole(
     tmp_path: Path, position: int, value: int, cut: int

@@ -25,8 +25,7 @@ from linkcpp.hub.identity import load_hub_identity
 from linkcpp.hub.schema import MACHINES
 from linkcpp.registry.keys import make_keys
 from linkcpp.registry.records import Role
-
-EXAMPLES = 8
+from tests.support.lengths import repeated
 
 
 @pytest.fixture
@@ -86,7 +85,7 @@ def call_many_times(
     statuses = set()
 
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=repeated(8),
         deadline=None,
         derandomize=True,
         database=None,

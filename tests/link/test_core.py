@@ -11,6 +11,7 @@ from linkcpp.link.core import NO_EPOCH, EdgeCore, Resume
 from linkcpp.link.records import CHUNK_BYTES, EdgeLimits, FrameType, RecordType, ResetCode
 from linkcpp.link.session import SessionError
 from linkcpp.link.streams import Aborted, Finished, Opened, Received, Writable
+from tests.support.lengths import repeated
 
 LIMITS = EdgeLimits(streams=3, window_bytes=1000, unacknowledged_bytes=1500, control_frames=16)
 BACKBONE, NODE = b"B" * 16, b"N" * 16
@@ -220,7 +221,7 @@ class Edges(RuleBasedStateMachine):
 
 
 Edges.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=repeated(150),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -23,6 +23,7 @@ from linkcpp.model.slices.writing import (
 from tests.model import random_models as drawn
 from tests.model.server_log import buffer_sizes
 from tests.model.test_slices import flip
+from tests.support.lengths import repeated
 from tests.support.models import gpt_oss, llama, qwen3moe
 
 
@@ -54,7 +55,7 @@ def test_all_but_the_experts_weights_is_there(make: object, tmp_path: Path) -> N
 
 
 @given(drawn.models())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=repeated(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_model_and_its_parts_can_be_hollow(model: drawn.Model) -> None:
     import tempfile
 

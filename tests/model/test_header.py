@@ -15,6 +15,7 @@ from linkcpp.model.header import Header, SkippedArray, read_header
 from linkcpp.model.inventory import read_inventory
 from linkcpp.model.source import FileSource, check_range
 from tests.model import gguf_bytes as raw
+from tests.support.lengths import repeated
 from tests.support.models import TINY_MODELS
 
 
@@ -206,7 +207,10 @@ def assert_bounded(data: bytes) -> None:
 
 
 FUZZ = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=repeated(300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
 )
 
 

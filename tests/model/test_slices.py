@@ -28,6 +28,7 @@ from linkcpp.model.slices.writing import (
 )
 from tests.model import gguf_bytes as raw
 from tests.model import random_models as drawn
+from tests.support.lengths import repeated
 from tests.support.models import TINY_MODELS, llama, qwen3moe
 
 SlabBytes = dict[tuple[str, int], bytes]
@@ -119,7 +120,7 @@ def test_the_header_tells_what_a_worker_needs_and_no_more(tmp_path: Path) -> Non
 
 
 @given(drawn.models(), st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=repeated(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_slices_that_cover_everything_give_back_the_model(
     model: drawn.Model, data: st.DataObject
 ) -> None:
@@ -151,7 +152,7 @@ def test_slices_that_cover_everything_give_back_the_model(
 
 
 @given(drawn.models(), st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=repeated(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_one_changed_byte_is_found_and_named(model: drawn.Model, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

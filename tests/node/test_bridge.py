@@ -33,6 +33,7 @@ from linkcpp.node.records import (
 from linkcpp.node.tunnel import Tunnel
 from tests.node.agents import MEBIBYTE, RunningAgent, agent_process, running_agent
 from tests.node.llama import complete, llama_server, rpc_words, wait_loaded
+from tests.support.lengths import repeated
 from tests.support.memory import peak_bytes
 from tests.support.models import smollm2_path
 from tests.support.rpc_client import RpcClient
@@ -415,7 +416,10 @@ async def test_no_sequence_of_frames_hurts_the_agent(
             assert now.allocated_bytes == 0
 
         @settings(
-            max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None
+            max_examples=repeated(60),
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
         )
         @given(_FRAMES)
         def fuzz(frames: list[str | bytes]) -> None:

@@ -11,6 +11,7 @@ from linkcpp.planning.expert_copies import NOBODY, place_copies
 from linkcpp.planning.expert_problem import ExpertProblem, LayerClass, Level, spread
 from linkcpp.planning.expert_solver import ExpertCounts, fits, place_experts
 from linkcpp.planning.problem import Floats
+from tests.support.lengths import repeated
 
 HOLDER = st.tuples(
     st.integers(0, 9),  # room, in experts of one byte
@@ -83,7 +84,7 @@ def check(problem: ExpertProblem, found: ExpertCounts) -> None:
     assert (used <= problem.room_bytes).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=repeated(150), deadline=None)
 @given(
     holders=st.lists(HOLDER, min_size=1, max_size=3),
     layers=st.integers(1, 3),
@@ -104,7 +105,7 @@ def test_it_is_as_near_to_the_optimum_as_it_says(
     assert best <= found.total_ms * (1 + 1e-6) + 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=repeated(40), deadline=None)
 @given(
     holders=st.lists(HOLDER, min_size=1, max_size=3),
     layers=st.tuples(st.integers(1, 2), st.integers(1, 2)),
@@ -203,7 +204,7 @@ def weights_of(problem: ExpertProblem, seed: int) -> list[Floats]:
     return [counts / counts.sum() for counts in drawn]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=repeated(60), deadline=None)
 @given(
     rooms=st.lists(st.integers(1, 60), min_size=2, max_size=6),
     nodes=st.lists(st.integers(0, 3), min_size=6, max_size=6),

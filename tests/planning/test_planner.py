@@ -21,6 +21,7 @@ from tests.planning.clusters import (
     node,
     random_cluster,
 )
+from tests.support.lengths import repeated
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +223,7 @@ def test_a_cache_type_that_does_not_suit_the_model_is_refused(small: ModelInvent
         make_plan(odd, cluster(8 * GIGABYTE), PlanOptions(cache_type_k=CacheType.Q8_0))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=repeated(25), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     count=st.integers(1, 12),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import linkcpp.planning.solver as solver_module
 from linkcpp.planning.problem import Group, Problem, Solution
 from linkcpp.planning.solver import ACCEPTED_GAP, solve, solve_exactly
+from tests.support.lengths import repeated
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=7)
 DEVICE = st.tuples(
@@ -110,7 +111,7 @@ def solve_reduced(problem: Problem, *, any_cover: bool = False) -> Solution | No
 
 
 @pytest.mark.parametrize("method", [solve, solve_exactly, solve_reduced])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=repeated(60), deadline=None)
 @given(
     sizes=SIZES,
     devices=st.lists(DEVICE, min_size=1, max_size=4),

@@ -23,6 +23,7 @@ from linkcpp.model.slices.model_manifest import ModelManifest
 from tests.hub.weights.serving import SmallHub, add
 from tests.model import random_models as drawn
 from tests.model.test_slices import cut
+from tests.support.lengths import repeated
 from tests.support.models import gpt_oss, qwen3moe
 
 CHOSEN = "0:0-3;2:4-9"
@@ -84,7 +85,9 @@ def test_a_manifest_is_packed_for_who_can_unpack_it(hub: SmallHub) -> None:
 
 @given(data=st.data())
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=repeated(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_any_range_of_a_slice_is_that_of_the_file(
     hub: SmallHub, tmp_path: Path, data: st.DataObject
