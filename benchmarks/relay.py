@@ -94,7 +94,7 @@ def measure(kinds: list[Kind], edges: list[int], total_bytes: int, rounds: int) 
             found = results[kind.name]
             for size in SIZES:
                 for count in edges:
-                    if count > kind.most_edges:
+                    if count > kind.max_edges:
                         continue
                     name = f"{size // 1024} KiB, {count} edges"
                     found[name] = best(found.get(name), bulk(kind, size, count, total_bytes))

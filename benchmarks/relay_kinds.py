@@ -75,7 +75,7 @@ class Kind:
     """Something that carries bytes from a sending to a receiving end."""
 
     name = "raw TCP"
-    most_edges = 100_000
+    max_edges = 100_000
 
     def __init__(self) -> None:
         self._listener = free_listener()
@@ -178,7 +178,7 @@ class Websockify(Kind):
     """websockify of PyPI: WebSocket to TCP, a process for each connection."""
 
     name = "websockify"
-    most_edges = 16  # 200 processes would measure the scheduler
+    max_edges = 16  # 200 processes would measure the scheduler
 
     def __init__(self) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ F32 = 0
 class AllExperts:
     """A store of weights that nobody reads."""
 
-    most_experts = 1 << 30
+    max_experts = 1 << 30
 
     def __init__(self, shapes: dict[str, WeightShape], experts: int) -> None:
         weights = {

@@ -54,14 +54,14 @@ class _DataConsole(PrintableConsole):
         raise  # noqa: PLE0704
 
 
-def console(least_columns: int = 40) -> Console:
+def console(min_columns: int = 40) -> Console:
     """Give the console for results, on stdout.
 
-    A terminal of fewer than ``least_columns`` wraps the lines itself: a table squeezed into it
+    A terminal of fewer than ``min_columns`` wraps the lines itself: a table squeezed into it
     would lose whole columns.
     """
     made = _DataConsole()
-    made.width = max(made.width, least_columns)
+    made.width = max(made.width, min_columns)
     return made
 
 

@@ -40,12 +40,12 @@ class RateLimit:
         *,
         tries: int = 10,
         seconds_per_try: float = 3.0,
-        most_addresses: int = 1024,
+        max_addresses: int = 1024,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._tries = tries
         self._seconds_per_try = seconds_per_try
-        self._most = most_addresses
+        self._most = max_addresses
         self._clock = clock
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
@@ -95,15 +95,15 @@ async def refuse(
 
 
 async def read_body(
-    scope: Scope, receive: Receive, most_bytes: int, deadline_seconds: float
+    scope: Scope, receive: Receive, max_bytes: int, deadline_seconds: float
 ) -> bytes | tuple[int, ErrorBody]:
-    """Read a body of at most ``most_bytes``, or return the status and error to refuse it with."""
+    """Read a body of at most ``max_bytes``, or return the status and error to refuse it with."""
     announced = dict(scope["headers"]).get(b"content-length", b"0")
     too_large = (
         413,
-        ErrorBody(code="too_large", message=f"The body is longer than {most_bytes} bytes."),
+        ErrorBody(code="too_large", message=f"The body is longer than {max_bytes} bytes."),
     )
-    if announced.isdigit() and len(announced) > len(str(most_bytes)):
+    if announced.isdigit() and len(announced) > len(str(max_bytes)):
         return too_large
     body = bytearray()
     try:
@@ -111,7 +111,7 @@ async def read_body(
             while True:
                 message = await receive()
                 body += message.get("body", b"")
-                if len(body) > most_bytes:
+                if len(body) > max_bytes:
                     return too_large
                 if not message.get("more_body", False):
                     return bytes(body)

@@ -75,14 +75,14 @@ def hold_folder(folder: Path) -> BinaryIO:
         file.close()
 
 
-def clean_cache(parent: Path, most_bytes: int | None = None) -> list[Path]:
+def clean_cache(parent: Path, max_bytes: int | None = None) -> list[Path]:
     """Remove folders below ``parent`` that nobody holds, least recently used first.
 
-    Ends when those left take ``most_bytes``; a tenth of the disk if that is not told. Returns the
+    Ends when those left take ``max_bytes``; a tenth of the disk if that is not told. Returns the
     folders that were removed.
     """
-    if most_bytes is None:
-        most_bytes = int(shutil.disk_usage(parent).total * _SHARE_OF_DISK)
+    if max_bytes is None:
+        max_bytes = int(shutil.disk_usage(parent).total * _SHARE_OF_DISK)
     for left in parent.glob(f"{_REMOVED}*"):
         shutil.rmtree(left, ignore_errors=True)
     folders = sorted((path for path in parent.iterdir() if path.is_dir()), key=_used_at)
@@ -90,7 +90,7 @@ def clean_cache(parent: Path, most_bytes: int | None = None) -> list[Path]:
     total = sum(sizes.values())
     removed = []
     for folder in folders:
-        if total <= most_bytes:
+        if total <= max_bytes:
             break
         if _remove(folder):
             removed.append(folder)

@@ -100,15 +100,15 @@ class RemoteService(Generic[_E]):
             ) from error
 
 
-async def read_bounded(response: httpx.Response, most_bytes: int) -> bytes:
+async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes:
     """Read a whole answer that was begun as a stream.
 
     Raises:
-        httpx.HTTPError: it breaks off, or is longer than ``most_bytes``.
+        httpx.HTTPError: it breaks off, or is longer than ``max_bytes``.
     """
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece
-        if len(body) > most_bytes:
+        if len(body) > max_bytes:
             raise httpx.RemoteProtocolError("the answer is too long")
     return bytes(body)

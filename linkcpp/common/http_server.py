@@ -48,12 +48,12 @@ class BoundedHttpProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 with a deadline for each request head, and bounds on connections.
 
     Strangers are those of whom the application has not said that they may come in
-    (``linkcpp.common.access.let_in``). Beyond ``most_strangers`` a newcomer has a moment to show
+    (``linkcpp.common.access.let_in``). Beyond ``max_strangers`` a newcomer has a moment to show
     what it has, and then another one goes for it. WebSockets are for the application to bound.
     """
 
-    most_connections: ClassVar[int] = MAX_CONNECTIONS
-    most_strangers: ClassVar[int] = MAX_STRANGERS
+    max_connections: ClassVar[int] = MAX_CONNECTIONS
+    max_strangers: ClassVar[int] = MAX_STRANGERS
     _head_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -67,7 +67,7 @@ class BoundedHttpProtocol(H11Protocol):
         self._start_deadline()
         if self._is_full():
             self._make_room_at_once()
-        elif len(self._strangers) > self.most_strangers // STRANGERS_SHARE:
+        elif len(self._strangers) > self.max_strangers // STRANGERS_SHARE:
             self.loop.call_later(NEWCOMER_SECONDS, self._make_room)
 
     def _is_let_in(self) -> None:
@@ -78,14 +78,14 @@ class BoundedHttpProtocol(H11Protocol):
         is_near_limit = raw is not None and is_near_descriptor_limit(
             raw.fileno(), SPARE_DESCRIPTORS
         )
-        return is_near_limit or len(self.connections) > self.most_connections
+        return is_near_limit or len(self.connections) > self.max_connections
 
     def _make_room(self) -> None:
-        room = Room(self.most_strangers, self.most_strangers // STRANGERS_SHARE)
+        room = Room(self.max_strangers, self.max_strangers // STRANGERS_SHARE)
         _drop_one(self._strangers, room)
 
     def _make_room_at_once(self) -> None:
-        nobody = Room(0, self.most_connections)
+        nobody = Room(0, self.max_connections)
         waiting = {each for each in self._all_http() if each.is_waiting}
         if not (_drop_one(self._strangers, nobody) or _drop_one(waiting, nobody)):
             self.drop()

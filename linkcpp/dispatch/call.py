@@ -105,7 +105,7 @@ class Call:
         self._ask(positions, next_holders(routes, self._flat[positions], self._excluded))
 
     def _send(self, holder: Holder, positions: Numbers) -> None:
-        most = holder.most_pairs(self._job.chain)
+        most = holder.max_pairs(self._job.chain)
         parts = [positions]
         if len(positions) > most:
             split = split_by_expert(self._flat[positions], most, _ALL_EXPERTS)

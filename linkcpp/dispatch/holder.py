@@ -79,7 +79,7 @@ class Holder(ABC):
         # A spot check that waits for an answer, whoever reads it.
         self.on_other_answer: Callable[[Answer], None] | None = None
         self.socket: socket.socket | None = None
-        self._most_pairs: dict[Hashable, tuple[Limits, int]] = {}
+        self._max_pairs: dict[Hashable, tuple[Limits, int]] = {}
 
     @property
     def is_expected(self) -> bool:
@@ -105,15 +105,15 @@ class Holder(ABC):
             and check.agreement.verdict == Verdict.EXACT
         )
 
-    def most_pairs(self, chain: KeyedChain) -> int:
+    def max_pairs(self, chain: KeyedChain) -> int:
         """Return how many pairs it takes, and may answer, in one request; it has greeted."""
         assert self.welcome is not None  # noqa: S101 - set before a holder is up
         limits = self.welcome.limits
-        known = self._most_pairs.get(chain.key)
+        known = self._max_pairs.get(chain.key)
         if known is None or known[0] is not limits:
             pair_bytes = 4 * max(sum(chain.input_widths) + 2, chain.output_width + 8)
             most = max(1, min(limits.pairs, limits.rows, limits.frame_bytes // pair_bytes))
-            known = self._most_pairs[chain.key] = limits, most
+            known = self._max_pairs[chain.key] = limits, most
         return known[1]
 
     def pass_over(self, answer: Answer) -> None:

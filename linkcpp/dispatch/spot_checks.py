@@ -208,7 +208,7 @@ class SpotChecks:
             if holder is not None
             and holder is not sample.holder
             and holder.state == LinkState.UP
-            and holder.most_pairs(sample.chain) >= len(sample.rows)
+            and holder.max_pairs(sample.chain) >= len(sample.rows)
         ]
 
     def _rows_of(self, judge: Judge, sample: Sample) -> Rows | None:

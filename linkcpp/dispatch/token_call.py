@@ -73,7 +73,7 @@ class TokenCall:
                 or holder.is_removed
                 or holder.is_sending
                 or holder.welcome is None
-                or len(positions) > holder.most_pairs(token.chain)
+                or len(positions) > holder.max_pairs(token.chain)
             ):
                 return False
             self._shares.append((holder, positions))

@@ -40,11 +40,11 @@ _LIFE, _RELAY, _REPORT = 0, 1, 2
 
 
 class Log:
-    """The log file and its predecessor (``.1``), each at most ``most_bytes`` long."""
+    """The log file and its predecessor (``.1``), each at most ``max_bytes`` long."""
 
-    def __init__(self, path: str, most_bytes: int) -> None:
+    def __init__(self, path: str, max_bytes: int) -> None:
         self._path = path
-        self._most_bytes = max(most_bytes, _READ_BYTES)
+        self._max_bytes = max(max_bytes, _READ_BYTES)
         self._open()
 
     def _open(self) -> None:
@@ -55,7 +55,7 @@ class Log:
     def write(self, data: bytes) -> None:
         """Append; a full disk costs lines of the log, not the program."""
         with contextlib.suppress(OSError):
-            if self._size_bytes + len(data) > self._most_bytes:
+            if self._size_bytes + len(data) > self._max_bytes:
                 with contextlib.suppress(FileNotFoundError):  # somebody removed it
                     os.replace(self._path, f"{self._path}.1")  # noqa: PTH105
                 os.close(self._descriptor)
@@ -254,7 +254,7 @@ def _parent_death_call() -> Callable[[int, int], int] | None:
 
 
 def _main() -> None:
-    log_path, most_bytes, grace_seconds, libraries, *argv = sys.argv[1:]
+    log_path, max_bytes, grace_seconds, libraries, *argv = sys.argv[1:]
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     for heard in (signal.SIGTERM, signal.SIGCHLD):
@@ -265,7 +265,7 @@ def _main() -> None:
         name = "DYLD_LIBRARY_PATH" if sys.platform == "darwin" else "LD_LIBRARY_PATH"
         before = environment.get(name)
         environment[name] = f"{libraries}{os.pathsep}{before}" if before else libraries
-    status = Keeper(Log(log_path, int(most_bytes)), float(grace_seconds)).run(argv, environment)
+    status = Keeper(Log(log_path, int(max_bytes)), float(grace_seconds)).run(argv, environment)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         _report(f"killed {number}")

@@ -232,9 +232,9 @@ class _Assembler:
         whole, self._partial = self._partial, bytearray()
         return memoryview(whole)
 
-    def take_available(self, most_bytes: int) -> memoryview:
-        """Return what there is, at most ``most_bytes``; only between items."""
-        piece = self._view[:most_bytes]
+    def take_available(self, max_bytes: int) -> memoryview:
+        """Return what there is, at most ``max_bytes``; only between items."""
+        piece = self._view[:max_bytes]
         self._view = self._view[len(piece) :]
         return piece
 

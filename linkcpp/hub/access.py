@@ -155,8 +155,8 @@ class Access:
 
     async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
         path = scope["path"]
-        most_bytes = _MAX_BODY_BYTES_OF.get(path, _MAX_BODY_BYTES)
-        body = await read_body(scope, receive, most_bytes, BODY_DEADLINE_SECONDS)
+        max_bytes = _MAX_BODY_BYTES_OF.get(path, _MAX_BODY_BYTES)
+        body = await read_body(scope, receive, max_bytes, BODY_DEADLINE_SECONDS)
         if not isinstance(body, bytes):
             status, error = body
             raise HubProblem(status, error.code, error.message, hint=error.hint)

@@ -57,7 +57,7 @@ def create_app(
         TokenCheck(hub.identity, hub.directory, hub.clock),
         hub.metrics,
         failures=failures or RateLimit(),
-        open_calls=open_calls or RateLimit(tries=30, seconds_per_try=0.5, most_addresses=65_536),
+        open_calls=open_calls or RateLimit(tries=30, seconds_per_try=0.5, max_addresses=65_536),
     )
 
 

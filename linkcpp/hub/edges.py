@@ -297,7 +297,7 @@ class Edges:
 
 
 def _limit(tries: int, seconds_per_try: float) -> RateLimit:
-    return RateLimit(tries=tries, seconds_per_try=seconds_per_try, most_addresses=65_536)
+    return RateLimit(tries=tries, seconds_per_try=seconds_per_try, max_addresses=65_536)
 
 
 def _check_rate(limit: RateLimit, backbone_id: str, what: str) -> None:

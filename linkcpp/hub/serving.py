@@ -34,8 +34,8 @@ async def serve_hub(
     class HubHttpProtocol(http):  # type: ignore[valid-type,misc]
         """The same with room for the machines of a large hub."""
 
-        most_connections = _most_connections()
-        most_strangers = most_connections // 2
+        max_connections = _max_connections()
+        max_strangers = max_connections // 2
 
     server = make_server(
         app,
@@ -66,6 +66,6 @@ def tune_collector() -> None:
     gc.set_threshold(10_000, 50, 1_000)
 
 
-def _most_connections() -> int:
+def _max_connections() -> int:
     most = raise_descriptor_limit(_MAX_CONNECTIONS + _RESERVED_DESCRIPTORS)
     return max(64, most - _RESERVED_DESCRIPTORS)

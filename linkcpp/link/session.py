@@ -43,7 +43,7 @@ class Session:
         self, next_frame: Callable[[], Frame | None], *, unacknowledged_bytes: int
     ) -> None:
         self._next_frame = next_frame
-        self._most_bytes = unacknowledged_bytes
+        self._max_bytes = unacknowledged_bytes
         self._ack_every_bytes = unacknowledged_bytes // 16
         self._kept: deque[Frame] = deque()
         self._kept_bytes = 0
@@ -119,7 +119,7 @@ class Session:
         index = self._cursor - self._first
         if index < len(self._kept):
             return self._kept[index]
-        if self._kept_bytes >= self._most_bytes:
+        if self._kept_bytes >= self._max_bytes:
             return None
         frame = self._next_frame()
         if frame is not None:

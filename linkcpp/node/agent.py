@@ -81,7 +81,7 @@ class NodeAgent:
             promising=promising,
             overhead_bytes=overhead_bytes,
             log_folder=state_folder() / "servers",
-            most_threads=core_count,
+            max_threads=core_count,
         )
         self.slices = SliceStore(
             data_folder() / "slices",
@@ -96,7 +96,7 @@ class NodeAgent:
             promising=promising,
             server_overhead_bytes=overhead_bytes,
             log_folder=state_folder() / "workers",
-            most_threads=core_count,
+            max_threads=core_count,
         )
 
     async def describe(self) -> NodeRecord:

@@ -41,7 +41,7 @@ class FetchConfig(Record):
 
     request: SliceRequest
     output: Path
-    most_bytes: int
+    max_bytes: int
     hub_url: str | None = None
     token_path: Path | None = None
     request_id: str | None = None
@@ -156,11 +156,11 @@ def _write(
     ]
     segments = choose_segments(files, requests)
     job = plan_slice(files, segments).job
-    if job.file_bytes > config.most_bytes:
+    if job.file_bytes > config.max_bytes:
         raise _TooLargeError(
             job.file_bytes,
             f"The slice takes {format_bytes(job.file_bytes)}, but the node has "
-            f"{format_bytes(config.most_bytes)} left for slices.",
+            f"{format_bytes(config.max_bytes)} left for slices.",
             hint="Delete slices there, raise the owner's limit (`linkcpp node --slices`), or "
             "ask for fewer experts.",
         )

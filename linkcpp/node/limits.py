@@ -42,7 +42,7 @@ def takes_pieces(device: str) -> bool:
     return device.rstrip("0123456789") in _PARTLY_WRITABLE
 
 
-def most_data_bytes(memory_bytes: int, threads: int) -> int:
+def max_data_bytes(memory_bytes: int, threads: int) -> int:
     """Return what the system may give to a server in RAM besides what it has, at the very most.
 
     ``memory_bytes`` are the buffers that it may still allocate. Stacks of threads are reserved at

@@ -131,13 +131,13 @@ M = TypeVar("M", bound=Managed)
 class Manager(Generic[M]):
     """Keeps programs of one kind, and ends them when nobody wants them any more.
 
-    ``most_bridges`` is how many clients one program serves at a time.
+    ``max_bridges`` is how many clients one program serves at a time.
     """
 
-    def __init__(self, what: str, code: str, *, most_bridges: int) -> None:
+    def __init__(self, what: str, code: str, *, max_bridges: int) -> None:
         self._what = what
         self._code = code
-        self._most_bridges = most_bridges
+        self._max_bridges = max_bridges
         self._items: dict[str, M] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._is_closing = False
@@ -185,12 +185,12 @@ class Manager(Generic[M]):
             raise RefusedError(
                 409, f"{self._code}_{item.state}", f"The {self._what} is {item.state}{why}."
             )
-        if item.claim_count >= self._most_bridges:
+        if item.claim_count >= self._max_bridges:
             raise RefusedError(
                 409,
                 "already_bridged",
                 f"This {self._what} has {item.claim_count} bridges already, and serves "
-                f"{self._most_bridges} at a time.",
+                f"{self._max_bridges} at a time.",
                 hint="Close one of them first, or ask for another.",
             )
         item.claim_count += 1
@@ -259,17 +259,17 @@ class Manager(Generic[M]):
             item.end(ServerState.FAILED, reason)
 
 
-def cap_memory(pid: int | None, device: str, most_bytes_besides: int) -> None:
+def cap_memory(pid: int | None, device: str, max_bytes_besides: int) -> None:
     """Have the system itself hold a server in RAM to its promise, where it can (Linux).
 
     Whoever asks for memory is refused beyond the promise; this holds also for what a graph makes
-    the server allocate for itself. ``most_bytes_besides`` is what it may add to what it has.
+    the server allocate for itself. ``max_bytes_besides`` is what it may add to what it has.
     """
     if device != CPU or not sys.platform.startswith("linux") or pid is None:
         return
     with contextlib.suppress(psutil.Error, OSError):
         program = psutil.Process(pid)
-        most = program.memory_info().data + most_bytes_besides
+        most = program.memory_info().data + max_bytes_besides
         program.rlimit(psutil.RLIMIT_DATA, (most, most))
 
 

@@ -136,9 +136,9 @@ class Membership:
             sequence += 1
             await self._wait_for_news(told, pause_seconds)
 
-    async def _wait_for_news(self, told: NodeState | None, most_seconds: float) -> None:
+    async def _wait_for_news(self, told: NodeState | None, max_seconds: float) -> None:
         """Wait until the next heartbeat is due, or sooner where a plan would notice a change."""
-        spread = most_seconds * random.uniform(1 - _SPREAD, 1 + _SPREAD)  # noqa: S311 - no secret
+        spread = max_seconds * random.uniform(1 - _SPREAD, 1 + _SPREAD)  # noqa: S311 - no secret
         due = monotonic() + max(spread, 0.05)
         while (left := due - monotonic()) > 0:
             with contextlib.suppress(TimeoutError):

@@ -13,7 +13,7 @@ from linkcpp.common.units import format_bytes
 from linkcpp.engine.guard import MemoryAccount
 from linkcpp.engine.records import Engine
 from linkcpp.engine.rpc_server import start_rpc_server
-from linkcpp.node.limits import RefusedError, check_request, most_data_bytes
+from linkcpp.node.limits import RefusedError, check_request, max_data_bytes
 from linkcpp.node.managed import Managed, Manager, cap_memory
 from linkcpp.node.records import ServerId, ServerRecord, ServerRequest, ServerState
 
@@ -68,15 +68,15 @@ class ServerManager(Manager[ManagedServer]):
         promising: asyncio.Lock,
         overhead_bytes: int,
         log_folder: Path,
-        most_threads: int,
+        max_threads: int,
     ) -> None:
-        super().__init__("rpc-server", "server", most_bridges=1)
+        super().__init__("rpc-server", "server", max_bridges=1)
         self._engine = engine
         self._describe = describe
         self._promising = promising
         self._overhead_bytes = overhead_bytes
         self._log_folder = log_folder
-        self._most_threads = most_threads
+        self._max_threads = max_threads
 
     @property
     def overhead_bytes(self) -> int:
@@ -94,7 +94,7 @@ class ServerManager(Manager[ManagedServer]):
             RefusedError: no such device, too little memory, no working engine, or it did not start.
         """
         server = await self._promise(request)
-        threads = min(request.threads or self._most_threads, self._most_threads)
+        threads = min(request.threads or self._max_threads, self._max_threads)
         _log.info(
             "%s starts an rpc-server for %s on %s, up to %s",
             peer,
@@ -120,7 +120,7 @@ class ServerManager(Manager[ManagedServer]):
             raise
         server.process, server.port = running
         cap_memory(
-            running.process.pid, request.device, most_data_bytes(request.memory_bytes, threads)
+            running.process.pid, request.device, max_data_bytes(request.memory_bytes, threads)
         )
         if not server.is_alive:  # deleted, or the agent stops, while it started
             await running.process.stop()

@@ -51,17 +51,17 @@ class Fetch:
         self._log_path = log_path
         self._hub = hub if request.hub_model is not None else None
 
-    async def run(self, most_bytes: int) -> AsyncIterator[FetchNews]:
+    async def run(self, max_bytes: int) -> AsyncIterator[FetchNews]:
         """Run the program and yield what it tells; it ends with the iteration.
 
         Raises:
             LinkcppError: the slice was not fetched, and why.
         """
         async with self._token_file() as token_path:
-            async for news in self._run(self._config(most_bytes, token_path)):
+            async for news in self._run(self._config(max_bytes, token_path)):
                 yield news
 
-    def _config(self, most_bytes: int, token_path: Path | None) -> FetchConfig:
+    def _config(self, max_bytes: int, token_path: Path | None) -> FetchConfig:
         if self._request.hub_model is not None and self._hub is None:
             raise LinkcppError(
                 "The slice is to come from a hub, but this node joined none.",
@@ -70,7 +70,7 @@ class Fetch:
         return FetchConfig(
             request=self._request,
             output=self._output,
-            most_bytes=most_bytes,
+            max_bytes=max_bytes,
             hub_url=self._hub.url if self._hub else None,
             token_path=token_path,
             request_id=current_request_id(),

@@ -25,7 +25,7 @@ from linkcpp.model.slices.segments import merge_segments
 from linkcpp.node.limits import (
     RefusedError,
     check_request,
-    most_data_bytes,
+    max_data_bytes,
     worker_memory_bytes,
 )
 from linkcpp.node.managed import Managed, Manager, cap_memory, resident_bytes
@@ -136,9 +136,9 @@ class WorkerManager(Manager[ManagedWorker]):
         promising: asyncio.Lock,
         server_overhead_bytes: int,
         log_folder: Path,
-        most_threads: int,
+        max_threads: int,
     ) -> None:
-        super().__init__("expert worker", "worker", most_bridges=MAX_BRIDGES)
+        super().__init__("expert worker", "worker", max_bridges=MAX_BRIDGES)
         self._engine = engine
         self._store = store
         self._name = name
@@ -146,7 +146,7 @@ class WorkerManager(Manager[ManagedWorker]):
         self._promising = promising
         self._server_overhead_bytes = server_overhead_bytes
         self._log_folder = log_folder
-        self._most_threads = most_threads
+        self._max_threads = max_threads
         self._program_bytes: int | None = None
 
     def records(self) -> tuple[WorkerRecord, ...]:
@@ -276,7 +276,7 @@ class WorkerManager(Manager[ManagedWorker]):
 
     def _threads(self, worker: ManagedWorker) -> int:
         # What the node's owner gives is the bound of what anybody may ask for.
-        return min(worker.request.threads or self._most_threads, self._most_threads)
+        return min(worker.request.threads or self._max_threads, self._max_threads)
 
     def _cap(self, worker: ManagedWorker) -> None:
         """Hold the worker's rpc-server, which has its slabs now, to what it may still take."""
@@ -284,7 +284,7 @@ class WorkerManager(Manager[ManagedWorker]):
         for descendant in worker.descendants:
             with contextlib.suppress(psutil.Error):
                 if descendant.cmdline()[:1] == [str(self._engine.location.rpc_server)]:
-                    most = most_data_bytes(scratch_bytes, self._threads(worker))
+                    most = max_data_bytes(scratch_bytes, self._threads(worker))
                     cap_memory(descendant.pid, worker.device, most)
 
 

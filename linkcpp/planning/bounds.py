@@ -25,7 +25,7 @@ def best_in_order(problem: Problem, order: Sequence[int], below: float) -> Solut
     The coordinator's CPU is first whatever the order says, and shared memory is not looked at: only
     for problems where no device's window takes any.
     """
-    slots, most = problem.slots, problem.most_devices
+    slots, most = problem.slots, problem.max_devices
     table = np.full((most + 1, slots + 1), np.inf)
     table[0, 0] = 0.0
     layers: list[tuple[int, Floats, Floats]] = []
@@ -44,10 +44,10 @@ def best_in_order(problem: Problem, order: Sequence[int], below: float) -> Solut
         # [devices, first, last]: one more device, from where the others end.
         taken = (table[:-1, :, None] + costs[None, :, :]).min(axis=1)
         table = np.vstack([table[:1], np.minimum(table[1:], taken)])
-    ends = table[problem.least_remote :, slots]
+    ends = table[problem.min_remote :, slots]
     if len(ends) == 0 or not float(ends.min()) < below:
         return None
-    used = int(ends.argmin()) + problem.least_remote
+    used = int(ends.argmin()) + problem.min_remote
     return Solution(tuple(_walk_back(problem, layers, table, used)), float(ends.min()), 0.0)
 
 
@@ -86,7 +86,7 @@ def counting_bound(problem: Problem) -> tuple[float, list[int]]:
     masks = np.zeros(problem.slots + 1, dtype=np.int64)
     for bit, slot in enumerate(special.tolist()):
         masks[slot + 1 :] |= 1 << bit
-    table = np.full((problem.most_devices + 1, 1 << len(special), plain + 1), np.inf)
+    table = np.full((problem.max_devices + 1, 1 << len(special), plain + 1), np.inf)
     table[0, 0, 0] = 0.0
     steps: list[_Step] = []
     for index in sorted(range(len(problem.groups)), key=lambda i: not problem.groups[i].is_host):
@@ -94,15 +94,15 @@ def counting_bound(problem: Problem) -> tuple[float, list[int]]:
         if len(group.costs) == 0 and not group.is_host:
             continue
         cheapest = _cheapest(group, before, masks)
-        for _ in range(min(group.members, problem.most_devices)):
+        for _ in range(min(group.members, problem.max_devices)):
             steps.append(_Step(index, cheapest, table, not group.is_host))
             more = _with_one_more(table, cheapest, is_device=not group.is_host)
             # A coordinator's CPU that is offered at all is wanted.
             table = more if group.is_host else np.minimum(table, more)
-    ends = table[problem.least_remote :, -1, plain]
+    ends = table[problem.min_remote :, -1, plain]
     if len(ends) == 0 or not np.isfinite(ends.min()):
         return np.inf, []
-    state = (int(ends.argmin()) + problem.least_remote, table.shape[1] - 1, plain)
+    state = (int(ends.argmin()) + problem.min_remote, table.shape[1] - 1, plain)
     return float(ends.min()), _used_groups(steps, table, state)
 
 

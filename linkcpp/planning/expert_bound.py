@@ -52,7 +52,7 @@ class _Grid:
             count = max(16, min(_MAX_LEVELS, _MAX_ENTRIES // problem.holder_count))
             levels = np.geomspace(low, high, count) if high > low else np.array([low])
         self.levels: Floats = levels if len(levels) else np.array([low])
-        self.limits = problem.most_experts(number, self.levels).astype(np.float64)
+        self.limits = problem.max_experts(number, self.levels).astype(np.float64)
         self._is_exact = is_exact
         self.need = entry.expert_count
         self.size = entry.expert_bytes

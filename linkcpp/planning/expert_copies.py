@@ -60,13 +60,13 @@ def place_copies(
     for hotness in HOTNESS if weights is not None else ():
         placed = _first_holders(problem, counts, weights, hotness)
         placed = _add_replicas(problem, placed, node_numbers, copies, weights)
-        if _most_segments(problem, placed) <= MAX_SEGMENTS:
+        if _max_segments(problem, placed) <= MAX_SEGMENTS:
             return placed
     placed = _first_holders(problem, counts, None, 0.0)
     return _add_replicas(problem, placed, node_numbers, copies, None)
 
 
-def _most_segments(problem: ExpertProblem, placed: Sequence[Copies]) -> int:
+def _max_segments(problem: ExpertProblem, placed: Sequence[Copies]) -> int:
     counts = np.zeros(problem.holder_count, dtype=np.int64)
     for entry in placed:
         owners = np.array([owner for owner, _, _ in runs(entry.holders)], dtype=np.int64)
@@ -117,7 +117,7 @@ def _by_weight(
     ``wanted`` are the weights, which of them are hot, and the time of the layer in milliseconds.
     """
     weights, is_hot, level_ms = wanted
-    near = problem.least_ms(number)
+    near = problem.min_ms(number)
     holders = np.flatnonzero(sizes)
     holders = holders[np.argsort(near[holders], kind="stable")]
     used = problem.classes[number].used_count

@@ -34,7 +34,7 @@ def fill_far_first(problem: ExpertProblem, wanted: Sequence[Wanted]) -> list[Lev
     for entry in sorted(wanted, key=lambda entry: -entry.level_ms):
         layer_class = problem.classes[entry.number]
         limits = _limits(problem, entry, room)
-        order = np.argsort(-problem.least_ms(entry.number), kind="stable")
+        order = np.argsort(-problem.min_ms(entry.number), kind="stable")
         need = entry.layer_count * layer_class.expert_count
         reached = np.cumsum(limits[order])
         if not len(reached) or reached[-1] < need:
@@ -67,7 +67,7 @@ def fill_evenly(problem: ExpertProblem, wanted: Sequence[Wanted]) -> list[Level]
 
 def time_limits(problem: ExpertProblem, entry: Wanted) -> Integers:
     """How many experts of all layers of a level each holder can have at most."""
-    limits: Integers = problem.most_experts(entry.number, entry.level_ms) * entry.layer_count
+    limits: Integers = problem.max_experts(entry.number, entry.level_ms) * entry.layer_count
     return limits
 
 

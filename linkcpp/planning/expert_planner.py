@@ -124,7 +124,7 @@ def _candidate(
         ]
         # With the often chosen nearby, a layer may take less than any even placement of it.
         bound = sum(
-            entry.count * _least_ms(problem, number) for number, entry in enumerate(problem.classes)
+            entry.count * _min_ms(problem, number) for number, entry in enumerate(problem.classes)
         )
     nodes = _node_numbers(setting)
     placed = place_copies(problem, counted, nodes, options.replicas, weights)
@@ -133,7 +133,7 @@ def _candidate(
     return _Candidate(setting, counted, placed, expected, min(bound + other, expected.token_ms))
 
 
-def _least_ms(problem: ExpertProblem, number: int) -> float:
+def _min_ms(problem: ExpertProblem, number: int) -> float:
     """The least time of a layer whatever is chosen: all holders share the work, memory is ample."""
     entry = problem.classes[number]
     able = problem.room_bytes >= entry.expert_bytes

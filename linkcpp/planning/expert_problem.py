@@ -47,12 +47,12 @@ class ExpertProblem:
         """How many devices there are."""
         return len(self.room_bytes)
 
-    def least_ms(self, number: int) -> Floats:
+    def min_ms(self, number: int) -> Floats:
         """What each holder takes for a layer at least."""
         least: Floats = self.fixed_ms + self.expert_ms[number]
         return least
 
-    def most_experts(self, number: int, level_ms: float | Floats) -> Integers:
+    def max_experts(self, number: int, level_ms: float | Floats) -> Integers:
         """How many experts of a layer each holder can have to be done within ``level_ms``.
 
         Levels along the last axis of the result, where there are several.
@@ -91,13 +91,13 @@ class ExpertProblem:
             return np.inf, np.inf
         work = np.maximum(1.0, limit[able] * (entry.used_count / entry.expert_count))
         times = self.fixed_ms[able] + self.expert_ms[number][able] * work
-        low, high = float(self.least_ms(number)[able].min()), float(times.max())
-        if int(self.most_experts(number, low).sum()) >= entry.expert_count:
+        low, high = float(self.min_ms(number)[able].min()), float(times.max())
+        if int(self.max_experts(number, low).sum()) >= entry.expert_count:
             return low, high
         begin = low
         while high - begin > 1e-7 * high:
             middle = (begin + high) / 2
-            if int(self.most_experts(number, middle).sum()) >= entry.expert_count:
+            if int(self.max_experts(number, middle).sum()) >= entry.expert_count:
                 high = middle
             else:
                 begin = middle

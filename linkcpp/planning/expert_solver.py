@@ -120,7 +120,7 @@ def _search(
     tops = [low + cost - least for low in lows]
     near = np.sum([level.totals for level in best], axis=0) > 0
     for number, top in enumerate(tops):
-        near |= problem.least_ms(number) <= top * (1 + 1e-9)
+        near |= problem.min_ms(number) <= top * (1 + 1e-9)
     chosen = np.flatnonzero(near)
     part = _with_holders(problem, chosen)
     inside = [replace(level, totals=level.totals[chosen]) for level in best]

@@ -46,7 +46,7 @@ class _Regime:
 
     has_host_window: bool
     is_pipeline: bool
-    most_devices: int
+    max_devices: int
 
 
 def place(
@@ -54,7 +54,7 @@ def place(
     local: Sequence[Offer],
     remote: Sequence[Offer],
     *,
-    least_remote: int,
+    min_remote: int,
     pipelines: bool,
     any_placement: bool = False,
 ) -> Placement | None:
@@ -66,14 +66,14 @@ def place(
     """
     best: Placement | None = None
     bound = np.inf
-    for regime in _regimes(pipelines=pipelines, least_remote=least_remote):
+    for regime in _regimes(pipelines=pipelines, min_remote=min_remote):
         below = best.token_ms if best else np.inf
         found = _place_in(
             regime,
             costs,
             local,
             remote,
-            least_remote=least_remote,
+            min_remote=min_remote,
             below=below,
             any_placement=any_placement,
         )
@@ -85,11 +85,11 @@ def place(
     return replace(best, bound_ms=min(float(bound), best.token_ms)) if best else None
 
 
-def _regimes(*, pipelines: bool, least_remote: int) -> Iterator[_Regime]:
-    yield _Regime(has_host_window=False, is_pipeline=pipelines, most_devices=MAX_DEVICES)
-    yield _Regime(has_host_window=True, is_pipeline=False, most_devices=MAX_DEVICES)
-    if pipelines and least_remote <= 1:
-        yield _Regime(has_host_window=False, is_pipeline=False, most_devices=1)
+def _regimes(*, pipelines: bool, min_remote: int) -> Iterator[_Regime]:
+    yield _Regime(has_host_window=False, is_pipeline=pipelines, max_devices=MAX_DEVICES)
+    yield _Regime(has_host_window=True, is_pipeline=False, max_devices=MAX_DEVICES)
+    if pipelines and min_remote <= 1:
+        yield _Regime(has_host_window=False, is_pipeline=False, max_devices=1)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _place_in(
     local: Sequence[Offer],
     remote: Sequence[Offer],
     *,
-    least_remote: int,
+    min_remote: int,
     below: float,
     any_placement: bool,
 ) -> Placement | None:
@@ -135,8 +135,8 @@ def _place_in(
         ),
         groups=tuple(candidate.group for candidate in candidates),
         shared_budget_bytes=budget,
-        most_devices=regime.most_devices,
-        least_remote=least_remote,
+        max_devices=regime.max_devices,
+        min_remote=min_remote,
         needs_host=regime.has_host_window,
     )
     solution = solve(problem, below=below, any_cover=any_placement)

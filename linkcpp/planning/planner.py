@@ -128,7 +128,7 @@ class _Search:
                 self.costs,
                 self._local,
                 (),
-                least_remote=0,
+                min_remote=0,
                 pipelines=len(self._local) > 2,
                 any_placement=any_placement,
             )
@@ -139,7 +139,7 @@ class _Search:
                 self.costs,
                 self._local,
                 self._remote,
-                least_remote=min(self._options.minimum_stages, len(self._remote), MAX_DEVICES),
+                min_remote=min(self._options.minimum_stages, len(self._remote), MAX_DEVICES),
                 pipelines=self._pipelines_remote,
                 any_placement=any_placement,
             )

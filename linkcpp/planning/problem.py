@@ -36,8 +36,8 @@ class Group:
 class Problem:
     """What to cover, with what, within which limits.
 
-    ``needs_host`` wants a window on the coordinator's CPU. ``most_devices`` bounds the windows that
-    are not on it, ``least_remote`` the windows behind links.
+    ``needs_host`` wants a window on the coordinator's CPU. ``max_devices`` bounds the windows that
+    are not on it, ``min_remote`` the windows behind links.
     ``slot_reads`` is what one token reads of each slot, by which slots are alike or not.
     """
 
@@ -45,8 +45,8 @@ class Problem:
     slot_reads: Floats
     groups: tuple[Group, ...]
     shared_budget_bytes: int
-    most_devices: int
-    least_remote: int = 0
+    max_devices: int
+    min_remote: int = 0
     needs_host: bool = False
 
 

@@ -135,10 +135,10 @@ def _shortfalls(
         more = [_with_more(offer, extra_bytes) for offer in (*local, *remote)]
         own, far = more[: len(local)], more[len(local) :]
         least = min(costs.options.minimum_stages, len(far), MAX_DEVICES)
-        found = place(costs, own, far, least_remote=least, pipelines=pipelines, any_placement=True)
+        found = place(costs, own, far, min_remote=least, pipelines=pipelines, any_placement=True)
         return found is not None
 
-    extra = _least_bytes(fits_with)
+    extra = _min_bytes(fits_with)
     yield Shortfall(
         where=where,
         what="whole layers, buffers on every device included",
@@ -233,14 +233,14 @@ def _more_memory(
             node = assumed_node(cluster, "one more node", size_bytes, is_gpu=False)
             return fits(options, with_nodes(cluster, [node]))
 
-        if size := _least_bytes(fits_with_node):
+        if size := _min_bytes(fits_with_node):
             yield Remedy(text=f"Add one node that offers {format_bytes(size)}.")
     now = coordinator_offers(cluster, options)[0].available_bytes
 
     def fits_with_memory(size_bytes: int) -> bool:
         return fits(options, with_coordinator_memory(cluster, now + size_bytes))
 
-    if size := _least_bytes(fits_with_memory):
+    if size := _min_bytes(fits_with_memory):
         yield Remedy(text=f"Give the coordinator {format_bytes(size)} more memory.")
 
 
@@ -261,7 +261,7 @@ def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _least_bytes(holds: Callable[[int], bool]) -> int:
+def _min_bytes(holds: Callable[[int], bool]) -> int:
     """Return a size with which it holds, at most 2 % above the least; 0 if no size helps."""
     high = _SMALLEST_SIZE_BYTES
     while not holds(high):

@@ -122,7 +122,7 @@ def _largest_first(problem: Problem) -> list[int]:
     return [
         index
         for index in sorted(range(len(capacities)), key=lambda index: -capacities[index])
-        for _ in range(min(problem.groups[index].members, problem.most_devices))
+        for _ in range(min(problem.groups[index].members, problem.max_devices))
     ]
 
 
@@ -190,8 +190,8 @@ class _Pool:
         self.lower[: problem.slots] = self.upper[: problem.slots] = 0.0
         self.lower[0] = self.upper[0] = 1.0
         self.upper[self.group_row : self.device_row] = [group.members for group in groups]
-        self.upper[self.device_row] = problem.most_devices
-        self.lower[self.remote_row] = problem.least_remote
+        self.upper[self.device_row] = problem.max_devices
+        self.lower[self.remote_row] = problem.min_remote
         self.lower[self.host_row] = float(problem.needs_host)
         self.upper[self.shared_row] = problem.shared_budget_bytes / _MIB
 
@@ -290,7 +290,7 @@ def _within_margins(pool: _Pool, relaxed: _Relaxed, known: Solution) -> Solution
     margin = min(_FIRST_MARGIN * relaxed.bound, known.cost - relaxed.bound) + _TOLERANCE
     while True:
         useful = np.flatnonzero(relaxed.reduced_costs <= margin)
-        found = _integer(pool, useful, most_tree_nodes=_MAX_TREE_NODES)
+        found = _integer(pool, useful, max_tree_nodes=_MAX_TREE_NODES)
         if found is not None:
             best = min(best, found, key=lambda solution: solution.cost)
             within = min(found.bound, best.cost)
@@ -303,7 +303,7 @@ def _within_margins(pool: _Pool, relaxed: _Relaxed, known: Solution) -> Solution
 
 
 def _integer(
-    pool: _Pool, columns: Integers, *, most_tree_nodes: int | None = None
+    pool: _Pool, columns: Integers, *, max_tree_nodes: int | None = None
 ) -> Solution | None:
     """Solve the integer program over some windows; ``None`` if those have no solution.
 
@@ -313,8 +313,8 @@ def _integer(
     solver = _empty(pool)
     solver.setOptionValue("mip_rel_gap", ACCEPTED_GAP / 2)
     solver.setOptionValue("mip_abs_gap", 1e-9)
-    if most_tree_nodes is not None:
-        solver.setOptionValue("mip_max_nodes", most_tree_nodes)
+    if max_tree_nodes is not None:
+        solver.setOptionValue("mip_max_nodes", max_tree_nodes)
     for column in columns:
         rows, values = pool.entries(int(column))
         solver.addCol(pool.cost[column], 0.0, 1.0, len(rows), rows, values)

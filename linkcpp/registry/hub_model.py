@@ -267,9 +267,9 @@ class HubModel(Closing):
             raise LinkcppError(f"{self._base}: {printable(record.problem, 500)}")
         return record
 
-    def _whole(self, path: str, most_bytes: int) -> bytes:
+    def _whole(self, path: str, max_bytes: int) -> bytes:
         source = self._open_at_hub(path, None)
-        if source.size_bytes > most_bytes:
+        if source.size_bytes > max_bytes:
             raise LinkcppError(f"{source.name} has {source.size_bytes} bytes, which cannot be.")
         return b"".join(bytes(part) for part in source.stream(0, source.size_bytes))
 

@@ -32,18 +32,18 @@ _MAX_PLANS = 1024
 _MAX_CHAINS = 1024
 
 
-def split_by_expert(expert_ids: Numbers, most_pairs: int, most_experts: int) -> list[Numbers]:
+def split_by_expert(expert_ids: Numbers, max_pairs: int, max_experts: int) -> list[Numbers]:
     """Cut pairs into parts of at most so many pairs and experts; return each part's positions.
 
     The rows of one expert stay together and in order, even where they are more than
-    ``most_pairs``: some builds take another kernel, with other last bits, for many rows.
+    ``max_pairs``: some builds take another kernel, with other last bits, for many rows.
     """
     order = np.argsort(expert_ids, kind="stable").astype(np.int32)
     _, counts = np.unique(expert_ids, return_counts=True)
     parts = []
     start = end = experts = 0
     for count in counts.tolist():
-        if end > start and (end + count - start > most_pairs or experts == most_experts):
+        if end > start and (end + count - start > max_pairs or experts == max_experts):
             parts.append(order[start:end])
             start, experts = end, 0
         end += count
@@ -102,7 +102,7 @@ class ExpertCompute:
         self._rpc = rpc
         self._ops = ops
         self._store = store
-        self._most_scratch_bytes = scratch_bytes
+        self._max_scratch_bytes = scratch_bytes
         self._scratch = Scratch(0, 0, 0)
         self._plans: OrderedDict[tuple[object, ...], StepPlan] = OrderedDict()
         # The same for single tokens, found with less work.
@@ -147,11 +147,11 @@ class ExpertCompute:
         after the answer of a step that does not make room.
         """
         layer, row_index, expert_ids, inputs = pairs
-        most = self._need(chain).most_pairs(len(inputs[0]), self._most_scratch_bytes)
-        if len(expert_ids) <= min(most, self._store.most_experts):
+        most = self._need(chain).max_pairs(len(inputs[0]), self._max_scratch_bytes)
+        if len(expert_ids) <= min(most, self._store.max_experts):
             return (yield (yield from self._step(chain, pairs)))
         result = np.empty((len(expert_ids), chain.output_width), np.float32)
-        for part in split_by_expert(expert_ids, most, self._store.most_experts):
+        for part in split_by_expert(expert_ids, most, self._store.max_experts):
             rows, index = _used_rows(inputs[0], row_index[part])
             chosen = (rows, *(rest[part] for rest in inputs[1:]))
             some = Pairs(layer, index, expert_ids[part], chosen)
@@ -163,7 +163,7 @@ class ExpertCompute:
         """As ``steps`` for one token, whose chain has one input of one row a token."""
         layer, expert_ids, row = token
         count = len(expert_ids)
-        if count > self._most_token_pairs(chain):
+        if count > self._max_token_pairs(chain):
             rows = np.frombuffer(row, np.float32).reshape(1, -1)
             index, ids = np.zeros(count, np.int32), np.array(expert_ids, np.int32)
             return (yield from self.steps(chain, Pairs(layer, index, ids, (rows,))))
@@ -175,11 +175,11 @@ class ExpertCompute:
             self._token_plans[key] = plan
         return (yield self._filled(plan, (_pack_ids(count)(*local_ids), row)))
 
-    def _most_token_pairs(self, chain: KeyedChain) -> int:
+    def _max_token_pairs(self, chain: KeyedChain) -> int:
         found = self._token_pairs.get(chain.key)
         if found is None:
-            most = self._need(chain).most_pairs(1, self._most_scratch_bytes)
-            found = self._token_pairs[chain.key] = min(most, self._store.most_experts)
+            most = self._need(chain).max_pairs(1, self._max_scratch_bytes)
+            found = self._token_pairs[chain.key] = min(most, self._store.max_experts)
         return found
 
     def _need(self, keyed: KeyedChain) -> ScratchNeed:
@@ -253,7 +253,7 @@ class ExpertCompute:
         """Let the scratch buffer have at least ``size_bytes``; a new one makes all plans stale."""
         if size_bytes <= self._scratch.size_bytes:
             return
-        wanted = max(size_bytes, min(2 * self._scratch.size_bytes, self._most_scratch_bytes))
+        wanted = max(size_bytes, min(2 * self._scratch.size_bytes, self._max_scratch_bytes))
         wanted = max(wanted, _FIRST_SCRATCH_BYTES)
         self._plans.clear()
         self._token_plans.clear()

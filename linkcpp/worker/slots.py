@@ -79,7 +79,7 @@ class ScratchNeed(NamedTuple):
         """Return what a step needs for pairs of so many rows of input 0."""
         return self.fixed_bytes + self.row_bytes * rows + self.pair_bytes * pairs
 
-    def most_pairs(self, rows: int, scratch_bytes: int) -> int:
+    def max_pairs(self, rows: int, scratch_bytes: int) -> int:
         """Return how many pairs of so many rows fit, at least one."""
         return max((scratch_bytes - self.total_bytes(rows, 0)) // self.pair_bytes, 1)
 

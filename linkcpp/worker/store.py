@@ -35,9 +35,9 @@ class Group(NamedTuple):
 
 
 class SlabStore(Protocol):
-    """Says where experts are. ``most_experts`` bounds the distinct experts of one ``locate``."""
+    """Says where experts are. ``max_experts`` bounds the distinct experts of one ``locate``."""
 
-    most_experts: int
+    max_experts: int
 
     def locate(self, layer: int, expert_ids: Numbers) -> tuple[Group, Numbers]:
         """Return the weights and, for each id, its number in their outermost dimension.
@@ -107,7 +107,7 @@ def shapes_of(tensors: list[ExpertTensor]) -> dict[str, WeightShape]:
     return {tensor.part: WeightShape(tensor.width, tensor.rows) for tensor in tensors}
 
 
-def least_cache_bytes(tensors: Iterable[ExpertTensor]) -> int:
+def min_cache_bytes(tensors: Iterable[ExpertTensor]) -> int:
     """Return the memory below which ``CachedSlabs`` has no room for one expert of each kind."""
     kinds = {_signature(layer): layer for layer in _by_layer(tensors).values()}
     return len(kinds) * max(map(_expert_bytes, kinds.values()), default=0)
@@ -143,7 +143,7 @@ class LoadedSlabs:
         self._numbers: dict[int, npt.NDArray[np.int32]] = {}
         self._few: dict[int, list[int]] = {}
         self.weight_bytes = 0
-        self.most_experts = 1 << 30
+        self.max_experts = 1 << 30
         copier = SlabCopier(rpc, provider)
         for layer, experts in experts_by_layer(provider.segments).items():
             tensors = [tensor for tensor in provider.tensors if tensor.layer == layer]
@@ -205,14 +205,14 @@ class CachedSlabs:
     """Experts of a whole model, brought when they are needed; the least recently used leave.
 
     ``memory_bytes`` bounds all slots together; room is given to the first kinds of layers that
-    ask for it. At least one layer's choice of ``least_experts`` must fit.
+    ask for it. At least one layer's choice of ``min_experts`` must fit.
 
     Raises:
         LinkcppError: ``memory_bytes`` does not suffice.
     """
 
     def __init__(
-        self, rpc: RpcSocket, provider: SlabProvider, memory_bytes: int, *, least_experts: int = 1
+        self, rpc: RpcSocket, provider: SlabProvider, memory_bytes: int, *, min_experts: int = 1
     ) -> None:
         self._rpc = rpc
         self._copier = SlabCopier(rpc, provider)
@@ -220,20 +220,20 @@ class CachedSlabs:
         kinds = {_signature(tensors): tensors for tensors in self._layers.values()}
         self._arenas: dict[tuple[object, ...], _Arena] = {}
         share = memory_bytes // len(kinds)
-        self.most_experts = 1 << 30
+        self.max_experts = 1 << 30
         self._slot_counts: dict[tuple[object, ...], int] = {}
         for signature, tensors in kinds.items():
             expert_bytes = _expert_bytes(tensors)
             total = sum(t[0].expert_count for t in self._layers.values())
             slots = min(share // expert_bytes, total)
-            if slots < least_experts:
+            if slots < min_experts:
                 raise LinkcppError(
-                    f"The fallback needs at least {least_experts * expert_bytes * len(kinds)} "
+                    f"The fallback needs at least {min_experts * expert_bytes * len(kinds)} "
                     f"bytes for its experts, not {memory_bytes}.",
                     hint="Give it more memory.",
                 )
             self._slot_counts[signature] = slots
-            self.most_experts = min(self.most_experts, slots)
+            self.max_experts = min(self.max_experts, slots)
         self.loaded_count = 0
 
     def locate(self, layer: int, expert_ids: Numbers) -> tuple[Group, Numbers]:

@@ -26,7 +26,7 @@ def filled(parent: Path, name: str, used_at: float) -> Path:
     return folder
 
 
-def test_what_was_not_used_for_longest_goes_first_until_the_rest_fits(tmp_path: Path) -> None:
+def test_what_was_not_used_for_max_goes_first_until_the_rest_fits(tmp_path: Path) -> None:
     folders = [filled(tmp_path, name, at) for name, at in (("b", 3), ("a", 2), ("c", 1))]
     size = allocated_bytes(folders[0])
     assert size >= MEBIBYTE

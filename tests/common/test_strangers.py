@@ -25,7 +25,7 @@ def test_nobody_goes_while_there_is_room() -> None:
     assert dropped(LAN, LAN, LAN, LAN) is None
 
 
-def test_the_oldest_of_the_address_that_has_most_goes() -> None:
+def test_the_oldest_of_the_address_that_has_max_goes() -> None:
     assert dropped(OTHER, LAN, LAN, LAN, WAN) == 1
 
 

@@ -59,10 +59,10 @@ def held_bytes(device: Device) -> int:
     return sum(process.memory_info().rss for process in (main, *main.children(recursive=True)))
 
 
-def wait_for_less(device: Device, most_bytes: int) -> None:
+def wait_for_less(device: Device, max_bytes: int) -> None:
     deadline = time.monotonic() + 30
-    while (held := held_bytes(device)) > most_bytes:
-        assert time.monotonic() < deadline, f"{held} bytes are held, not {most_bytes}"
+    while (held := held_bytes(device)) > max_bytes:
+        assert time.monotonic() < deadline, f"{held} bytes are held, not {max_bytes}"
         time.sleep(0.05)
 
 

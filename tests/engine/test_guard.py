@@ -424,7 +424,7 @@ async def test_a_limit_that_is_too_small_fails_the_load_and_spares_the_server(
         # Build 10068 crashes while it cleans up, at times before its log thread has written why.
         is_crash = "SIGSEGV" in str(server.status.detail)
         assert is_crash or any("failed to allocate" in line for line in server.recent_lines)
-        assert 250_000 < relay.most_allocated_bytes <= limit
+        assert 250_000 < relay.max_allocated_bytes <= limit
         assert relay.denied_count == 1
         assert relay.refusals == []
         # The next client starts from nothing.

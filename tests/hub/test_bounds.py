@@ -40,13 +40,13 @@ async def talk(hub: RunningHub, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("path", "most_bytes"),
+    ("path", "max_bytes"),
     [("/v1/join", 16 * 1024), ("/v1/tokens", 4 * 1024)],
 )
 async def test_a_body_that_is_too_long_is_refused_before_anything_reads_it(
-    hub: RunningHub, path: str, most_bytes: int
+    hub: RunningHub, path: str, max_bytes: int
 ) -> None:
-    refused = await hub.http.post(path, content=b" " * (most_bytes + 1))
+    refused = await hub.http.post(path, content=b" " * (max_bytes + 1))
     assert (refused.status_code, refused.json()["code"]) == (413, "too_large")
     announced = await talk(
         hub, f"POST {path} HTTP/1.1\r\nHost: hub\r\nContent-Length: 99999999999\r\n\r\n".encode()
@@ -55,13 +55,13 @@ async def test_a_body_that_is_too_long_is_refused_before_anything_reads_it(
 
 
 async def test_bodies_with_a_token_are_bounded_too(hub: RunningHub) -> None:
-    for role, method, path, most_bytes in (
+    for role, method, path, max_bytes in (
         (Role.NODE, "POST", "/v1/heartbeat", 2**20),
         (Role.GATEWAY, "POST", "/v1/gateways/heartbeat", 256 * 1024),
         (Role.BACKBONE, "POST", "/v1/edges", 64 * 1024),
     ):
         machine = await hub.machine(role)
-        content = b" " * (most_bytes + 1)
+        content = b" " * (max_bytes + 1)
         refused = await hub.http.request(method, path, content=content, headers=machine.headers)
         assert refused.status_code == 413, path
 
@@ -243,7 +243,7 @@ async def test_a_client_that_reads_no_events_is_cut_off(hub: RunningHub) -> None
 async def test_a_machine_is_served_while_strangers_hold_all_that_a_small_hub_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("linkcpp.hub.serving._most_connections", lambda: 64)
+    monkeypatch.setattr("linkcpp.hub.serving._max_connections", lambda: 64)
     async with running_hub(tmp_path / "hub", None) as hub:
         machine = await hub.machine(Role.NODE)
         async with dripping(httpx.URL(hub.url).port or 0, 160):

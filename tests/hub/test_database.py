@@ -133,20 +133,20 @@ async def test_a_full_disk_is_named_and_what_was_acknowledged_is_kept(tmp_path: 
 
     @event.listens_for(engine, "checkout")
     def fill(connection: Any, *_: object) -> None:
-        connection.execute(f"PRAGMA max_page_count = {most_pages}")
+        connection.execute(f"PRAGMA max_page_count = {max_pages}")
 
     def fill_up(connection: Any) -> None:
         connection.execute(insert(GATEWAYS), [gateway(number) for number in range(2, 5000)])
 
-    most_pages = 10_000
+    max_pages = 10_000
     writer = Writer(engine, lambda _: None)
     await writer.write(lambda connection: connection.execute(insert(GATEWAYS), [gateway(1)]))
-    most_pages = 1  # SQLite takes it as: no larger than it is
+    max_pages = 1  # SQLite takes it as: no larger than it is
     with pytest.raises(HubProblem, match="disk of the hub's data folder is full") as refused:
         await writer.write(fill_up)
     assert (refused.value.status, refused.value.code) == (503, "disk_full")
     assert refused.value.hint
-    most_pages = 10_000
+    max_pages = 10_000
     await writer.write(fill_up)
     await writer.aclose()
     assert count_gateways(engine) == 4999

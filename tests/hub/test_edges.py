@@ -31,7 +31,7 @@ from tests.hub.hubs import RunningHub, gateway_url
 EVENT_SECONDS = 20
 
 
-def test_the_shortest_way_of_both_sides_is_chosen_and_a_free_gateway_before_a_busy_one() -> None:
+def test_the_min_way_of_both_sides_is_chosen_and_a_free_gateway_before_a_busy_one() -> None:
     gateways = [Candidate("a", 0), Candidate("b", 0)]
     assert choose_gateway(gateways, rtts_ms=({"a": 10, "b": 40}, {"a": 50, "b": 5})) == "b"
     assert choose_gateway([Candidate("a", 500), Candidate("b", 0)]) == "b"

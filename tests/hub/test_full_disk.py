@@ -20,22 +20,22 @@ def make_full(hub: RunningHub) -> Callable[[], None]:
     """Let no transaction be committed from now on, until what is returned is called."""
     engine = hub.hub._engine
     if engine.dialect.name == "sqlite":
-        most_pages = 1  # SQLite takes it as: no larger than it is
+        max_pages = 1  # SQLite takes it as: no larger than it is
 
         @event.listens_for(engine, "checkout")
         def limit(connection: Any, *_: object) -> None:
-            connection.execute(f"PRAGMA max_page_count = {most_pages}")
+            connection.execute(f"PRAGMA max_page_count = {max_pages}")
 
         def fill(connection: Any, *_: object) -> None:
-            if most_pages == 1:
+            if max_pages == 1:
                 connection.exec_driver_sql("CREATE TABLE filler (x)")
                 connection.exec_driver_sql("INSERT INTO filler VALUES (zeroblob(1000000))")
 
         event.listen(engine, "commit", fill)
 
         def end() -> None:
-            nonlocal most_pages
-            most_pages = 1_000_000
+            nonlocal max_pages
+            max_pages = 1_000_000
 
     else:
 

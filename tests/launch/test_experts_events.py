@@ -30,7 +30,7 @@ from linkcpp.launch.experts.events import (
     WorkerStarted,
     apply_to_experts,
     count_holders,
-    fewest_holders,
+    min_holders,
     word_of_check,
 )
 from linkcpp.launch.experts.records import (
@@ -154,8 +154,8 @@ def test_holders_are_counted_once_for_overlapping_segments() -> None:
     overlapping = [Segment(layer=0, first=0, last=2), Segment(layer=0, first=2, last=3)]
     holders = count_holders([overlapping, [Segment(layer=0, first=3, last=3)]])
     assert holders == {(0, 0): 1, (0, 1): 1, (0, 2): 1, (0, 3): 2}
-    assert fewest_holders([Segment(layer=0, first=3, last=4)], holders) == 0
-    assert fewest_holders([], holders) == 0
+    assert min_holders([Segment(layer=0, first=3, last=4)], holders) == 0
+    assert min_holders([], holders) == 0
 
 
 def test_the_word_of_a_check_tells_what_was_compared() -> None:

@@ -24,7 +24,7 @@ def plan_with(left_bytes: int) -> Plan:
 
 
 def room(left_bytes: int, asked: int | None, least: int | None = EXPERT_BYTES) -> FallbackRoom:
-    return fallback_room(plan_with(left_bytes), asked_bytes=asked, least_bytes=least)
+    return fallback_room(plan_with(left_bytes), asked_bytes=asked, min_bytes=least)
 
 
 def test_it_gets_what_the_plan_leaves_and_no_more() -> None:

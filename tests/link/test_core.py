@@ -267,7 +267,7 @@ def test_opening_a_stream_and_sending_takes_no_answer() -> None:
     assert events == [Opened(1), Received(1, memoryview(b"GET /"))]
 
 
-def test_a_small_message_waits_for_at_most_one_chunk_of_bulk() -> None:
+def test_a_small_message_waits_for_at_max_one_chunk_of_bulk() -> None:
     backbone, _ = pair(EdgeLimits())
     bulk = [open_stream(backbone) for _ in range(3)]
     for stream in bulk:

@@ -24,7 +24,7 @@ MEBIBYTE = 2**20
 
 
 @given(st.sampled_from([DIRECT, RELAY, OTHER_RELAY]), st.floats(0.01, 2000), st.floats(0.01, 2000))
-def test_paths_that_do_not_change_are_changed_at_most_once(
+def test_paths_that_do_not_change_are_changed_at_max_once(
     start: Path, direct_ms: float, relay_ms: float
 ) -> None:
     times = {DIRECT: direct_ms, RELAY: relay_ms, OTHER_RELAY: relay_ms}

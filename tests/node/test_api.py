@@ -347,7 +347,7 @@ async def test_many_failures_from_one_address_are_turned_away_faster(node: Runni
 
 
 def test_the_failures_of_many_addresses_take_bounded_memory() -> None:
-    limit = RateLimit(tries=1, most_addresses=8, clock=lambda: 0.0)
+    limit = RateLimit(tries=1, max_addresses=8, clock=lambda: 0.0)
     for number in range(1000):
         limit.take(f"10.0.{number // 256}.{number % 256}")
     assert len(limit._buckets) == 8

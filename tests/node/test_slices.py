@@ -61,11 +61,11 @@ def stall_after(web: Server, count: int) -> threading.Event:
     return go_on
 
 
-async def until_received(client: NodeClient, name: SliceId, least_bytes: int) -> SliceRecord:
+async def until_received(client: NodeClient, name: SliceId, min_bytes: int) -> SliceRecord:
     while True:
         record = await client.slice(name)
         assert record.state is not SliceState.FAILED, record.detail
-        if record.received_bytes >= least_bytes:
+        if record.received_bytes >= min_bytes:
             return record
         await asyncio.sleep(0.02)
 

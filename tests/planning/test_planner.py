@@ -166,7 +166,7 @@ def test_a_node_that_claims_more_than_any_machine_has_does_no_harm(small: ModelI
 
 
 @pytest.mark.parametrize("mode", [PlanMode.SINGLE, PlanMode.LAYERS, PlanMode.EXPERTS])
-def test_without_an_engine_sizes_are_of_the_build_that_takes_most_and_that_is_said(
+def test_without_an_engine_sizes_are_of_the_build_that_takes_max_and_that_is_said(
     large: ModelInventory, mode: PlanMode
 ) -> None:
     bare = machine("here", device("CPU", 128 * GIGABYTE, 20e9))

@@ -43,7 +43,7 @@ def test_layers_with_nodes_that_are_not_ready_say_what_is_wrong_with_them() -> N
 
 @pytest.mark.parametrize("offered", [0, 60, 90])
 @pytest.mark.parametrize("major", [4, 7])
-def test_the_least_memory_that_helps_is_named(offered: int, major: int) -> None:
+def test_the_min_memory_that_helps_is_named(offered: int, major: int) -> None:
     nodes = [node(name, device("CPU", 30 * MEGABYTE), major=major) for name in ("ash", "birch")]
     where = cluster(offered * MEGABYTE, *nodes, major=major)
     text = str(refused(where, PlanOptions()))

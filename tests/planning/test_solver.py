@@ -26,8 +26,8 @@ def make_problem(
     sizes: list[int],
     devices: list[tuple[int, float, float, int]],
     host: tuple[int, float] | None,
-    most_devices: int,
-    least_remote: int,
+    max_devices: int,
+    min_remote: int,
 ) -> Problem:
     """Windows of slots of unequal sizes; a group can hold those that its memory can."""
     prefix = np.concatenate([[0], np.cumsum(sizes)])
@@ -49,8 +49,8 @@ def make_problem(
         slot_reads=np.array(sizes, dtype=np.float64),
         groups=tuple(groups),
         shared_budget_bytes=0,
-        most_devices=most_devices,
-        least_remote=least_remote,
+        max_devices=max_devices,
+        min_remote=min_remote,
         needs_host=host is not None,
     )
 
@@ -94,7 +94,7 @@ def is_within_limits(problem: Problem, used: tuple[int, ...]) -> bool:
     pairs = list(zip(problem.groups, used, strict=True))
     devices = sum(count for group, count in pairs if not group.is_host)
     hosts = sum(count for group, count in pairs if group.is_host)
-    return problem.least_remote <= devices <= problem.most_devices and (hosts >= problem.needs_host)
+    return problem.min_remote <= devices <= problem.max_devices and (hosts >= problem.needs_host)
 
 
 def check_cover(problem: Problem, solution: Solution) -> None:
@@ -116,8 +116,8 @@ def solve_reduced(problem: Problem, *, any_cover: bool = False) -> Solution | No
     sizes=SIZES,
     devices=st.lists(DEVICE, min_size=1, max_size=4),
     host=st.none() | st.tuples(st.integers(1, 40), st.floats(0.5, 10, allow_nan=False)),
-    most_devices=st.integers(1, 4),
-    least_remote=st.integers(0, 2),
+    max_devices=st.integers(1, 4),
+    min_remote=st.integers(0, 2),
 )
 def test_it_finds_the_optimum_exactly_where_there_is_one(
     *,
@@ -125,10 +125,10 @@ def test_it_finds_the_optimum_exactly_where_there_is_one(
     sizes: list[int],
     devices: list[tuple[int, float, float, int]],
     host: tuple[int, float] | None,
-    most_devices: int,
-    least_remote: int,
+    max_devices: int,
+    min_remote: int,
 ) -> None:
-    problem = make_problem(sizes, devices, host, most_devices, least_remote)
+    problem = make_problem(sizes, devices, host, max_devices, min_remote)
     best = brute_force(problem)
     solution = method(problem)
     any_cover = method(problem, any_cover=True)
@@ -159,7 +159,7 @@ def test_shared_memory_is_a_limit_for_all_together() -> None:
         slot_reads=np.ones(2),
         groups=(cheap, cheap, dear),
         shared_budget_bytes=10 * 2**20,
-        most_devices=3,
+        max_devices=3,
     )
     solution = solve(problem)
     assert solution is not None

@@ -57,7 +57,7 @@ def test_a_node_of_a_hub_is_ready_and_reached_through_the_hub() -> None:
     assert node.link is None
 
 
-def test_the_way_over_a_gateway_is_the_sum_of_both_ways_and_the_shortest_counts() -> None:
+def test_the_way_over_a_gateway_is_the_sum_of_both_ways_and_the_min_counts() -> None:
     node = registered(relay_rtts_ms={NEAR_GATEWAY: 30.0, FAR_GATEWAY: 4.0})
     listed = NodeList(nodes=(node,), hub_time=1000.0)
     rtts_ms = {NEAR_GATEWAY: 5.0, FAR_GATEWAY: 100.0}

@@ -19,7 +19,7 @@ class GuardedRelay:
     port: int
     account: MemoryAccount
     refusals: list[str] = field(default_factory=list)
-    most_allocated_bytes: int = 0
+    max_allocated_bytes: int = 0
     denied_count: int = 0
     link_count: int = 0
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
@@ -46,8 +46,8 @@ async def guarded_relay(
                     server_writer.writelines(flow.to_server)
                     writer.writelines(flow.to_client)
                     await asyncio.gather(server_writer.drain(), writer.drain())
-                    relay.most_allocated_bytes = max(
-                        relay.most_allocated_bytes, relay.account.allocated_bytes
+                    relay.max_allocated_bytes = max(
+                        relay.max_allocated_bytes, relay.account.allocated_bytes
                     )
             except GuardError as error:
                 relay.refusals.append(error.message)

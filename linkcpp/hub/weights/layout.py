@@ -39,10 +39,10 @@ class Layout:
             self._starts.append(self.size_bytes)
             self.size_bytes += extent.size_bytes
 
-    def pieces(self, start: int, end: int, most_bytes: int) -> Iterator[list[Extent]]:
-        """Cut the bytes ``start`` to ``end`` (not included) into pieces of ``most_bytes``."""
+    def pieces(self, start: int, end: int, max_bytes: int) -> Iterator[list[Extent]]:
+        """Cut the bytes ``start`` to ``end`` (not included) into pieces of ``max_bytes``."""
         piece: list[Extent] = []
-        room = most_bytes
+        room = max_bytes
         for extent in self._between(start, end):
             at = 0
             while at < extent.size_bytes:
@@ -52,7 +52,7 @@ class Layout:
                 room -= taken
                 if not room:
                     yield piece
-                    piece, room = [], most_bytes
+                    piece, room = [], max_bytes
         if piece:
             yield piece
 

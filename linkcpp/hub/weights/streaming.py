@@ -49,9 +49,9 @@ class Download:
 class Downloads:
     """How many downloads run, for whom, and how much they sent; ends those of one machine."""
 
-    def __init__(self, *, most: int = 64, most_per_machine: int = 8) -> None:
+    def __init__(self, *, most: int = 64, max_per_machine: int = 8) -> None:
         self._most = most
-        self._most_per_machine = most_per_machine
+        self._max_per_machine = max_per_machine
         self._running: set[Download] = set()
         self._reader = ThreadPoolExecutor(_READERS, thread_name_prefix="weights")
         self.sent_bytes = 0
@@ -78,7 +78,7 @@ class Downloads:
     def running(self, machine: str) -> Iterator[Download | None]:
         """Count a download while the block runs; ``None`` where too many run already."""
         is_full = len(self._running) >= self._most
-        if is_full or len(self._of(machine)) >= self._most_per_machine:
+        if is_full or len(self._of(machine)) >= self._max_per_machine:
             yield None
             return
         download = Download(machine)

@@ -95,7 +95,7 @@ class ExpertsAttempt(Attempt):
         room = fallback_room(
             self._plan,
             asked_bytes=self._request.fallback_bytes,
-            least_bytes=files.least_fallback_bytes,
+            min_bytes=files.min_fallback_bytes,
             hub_url=files.only_hub_url,
         )
         self._journal.emit(FallbackChosen(room.size_bytes, room.why_not))

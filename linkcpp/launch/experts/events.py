@@ -178,7 +178,7 @@ def _seen(state: ExpertsState, status: DispatchStatus) -> ExpertsState:
     holders = count_holders(up)
     workers = []
     for worker in state.workers:
-        changes: dict[str, Any] = {"replica_count": fewest_holders(worker.segments, holders)}
+        changes: dict[str, Any] = {"replica_count": min_holders(worker.segments, holders)}
         seen = by_name.get(worker.holder or "")
         changes["is_linked"] = seen is not None and seen.state in LINKED
         changes["link"] = seen.state if seen is not None else None
@@ -242,6 +242,6 @@ def units_of(segments: Iterable[Segment]) -> set[tuple[int, int]]:
     }
 
 
-def fewest_holders(segments: Iterable[Segment], holders: Mapping[tuple[int, int], int]) -> int:
+def min_holders(segments: Iterable[Segment], holders: Mapping[tuple[int, int], int]) -> int:
     """Return how many workers hold the least held expert of some segments."""
     return min((holders.get(unit, 0) for unit in units_of(segments)), default=0)

@@ -27,12 +27,12 @@ def free_bytes(plan: Plan) -> int:
 
 
 def fallback_room(
-    plan: Plan, *, asked_bytes: int | None, least_bytes: int | None, hub_url: str | None = None
+    plan: Plan, *, asked_bytes: int | None, min_bytes: int | None, hub_url: str | None = None
 ) -> FallbackRoom:
     """Decide on the fallback's memory.
 
     ``asked_bytes`` is what the user gives it (0: nothing), ``None`` what the plan leaves free.
-    ``least_bytes`` is what one expert of each kind takes; ``None`` where the whole model is not
+    ``min_bytes`` is what one expert of each kind takes; ``None`` where the whole model is not
     here; ``hub_url`` is then the hub that has it, if one does.
 
     Raises:
@@ -40,23 +40,23 @@ def fallback_room(
     """
     if asked_bytes == 0:
         return FallbackRoom(0, "--fallback-memory 0")
-    if least_bytes is None:
+    if min_bytes is None:
         why = "the whole model is not on this machine"
         at_hub = f"no fallback for experts without worker: the model lies at {hub_url} only"
         return FallbackRoom(0, why, at_hub if hub_url else None)
     free = free_bytes(plan)
     if asked_bytes is None:
-        if free >= least_bytes:
+        if free >= min_bytes:
             return FallbackRoom(free)
         why = (
             f"the plan leaves {format_bytes(free)} of RAM here for it, and an expert takes "
-            f"{format_bytes(least_bytes)}"
+            f"{format_bytes(min_bytes)}"
         )
         return FallbackRoom(0, f"no room: {why}", f"no fallback for experts without worker: {why}")
-    if asked_bytes < least_bytes:
+    if asked_bytes < min_bytes:
         raise LinkcppError(
             f"--fallback-memory {format_bytes(asked_bytes)} has no room for an expert, which takes "
-            f"{format_bytes(least_bytes)}.",
+            f"{format_bytes(min_bytes)}.",
             hint="Give it more, or 0 to have this machine compute none.",
         )
     if asked_bytes > free:

@@ -30,7 +30,7 @@ from linkcpp.node.slice_files import slice_id
 from linkcpp.registry.finding_models import is_elsewhere
 from linkcpp.registry.hub_places import HubPlace, parse_hub_location
 from linkcpp.worker.slabs import GgufSlabs
-from linkcpp.worker.store import least_cache_bytes
+from linkcpp.worker.store import min_cache_bytes
 
 Report = Callable[[int], None]
 _Result = TypeVar("_Result")
@@ -55,7 +55,7 @@ class ExpertFiles:
 
     ``full_model`` is the file on this machine that has all experts, ``url`` the address at which
     the model lies on the web, ``hub_place`` where it is at a hub; each may be missing.
-    ``least_fallback_bytes`` of memory are needed to compute experts from ``full_model``.
+    ``min_fallback_bytes`` of memory are needed to compute experts from ``full_model``.
     """
 
     def __init__(self, location: str, planned_source: str) -> None:
@@ -78,17 +78,17 @@ class ExpertFiles:
         self.hub_place: HubPlace | None = next(filter(None, places), None)
         is_here = not self._is_hollow and not is_elsewhere(location)
         self.full_model = Path(self._first_file) if is_here else None
-        self.least_fallback_bytes = self._least_fallback_bytes()
+        self.min_fallback_bytes = self._min_fallback_bytes()
         self._backbone: Backbone | None = None
         self._promised: dict[SliceId, Manifest | None] = {}
         self._locks: dict[SliceId, asyncio.Lock] = {}
 
-    def _least_fallback_bytes(self) -> int | None:
+    def _min_fallback_bytes(self) -> int | None:
         if self.full_model is None:
             return None
         slabs = GgufSlabs(self.full_model)
         try:
-            return least_cache_bytes(slabs.tensors)
+            return min_cache_bytes(slabs.tensors)
         finally:
             slabs.close()
 

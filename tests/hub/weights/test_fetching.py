@@ -240,7 +240,7 @@ def test_a_token_that_ran_out_is_taken_anew(hub: SmallHub, tmp_path: Path) -> No
 
 
 def test_a_busy_hub_is_waited_for(folder: Path, tmp_path: Path) -> None:
-    with SmallHub(folder, most=1, most_per_machine=1) as hub:
+    with SmallHub(folder, most=1, max_per_machine=1) as hub:
         written, _ = fetch(hub, tmp_path / "s.gguf", "all:all")
         assert verify_file(written.path, lambda _: None).is_sound
 

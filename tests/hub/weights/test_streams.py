@@ -107,7 +107,7 @@ def test_any_range_of_a_slice_is_that_of_the_file(
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 60), st.data())
 def test_a_layout_gives_every_byte_once_and_no_piece_is_too_large(
-    sizes: list[int], most_bytes: int, data: st.DataObject
+    sizes: list[int], max_bytes: int, data: st.DataObject
 ) -> None:
     source = bytes(range(256)) * 2
     kinds = st.sampled_from(["file", "memory", "zeros"])
@@ -126,14 +126,14 @@ def test_a_layout_gives_every_byte_once_and_no_piece_is_too_large(
     start = data.draw(st.integers(0, len(expected)))
     end = data.draw(st.integers(start, len(expected)))
     found = b""
-    for piece in layout.pieces(start, end, most_bytes):
+    for piece in layout.pieces(start, end, max_bytes):
         part = b"".join(
             source[e.offset_bytes :][: e.size_bytes]
             if e.file == 0
             else e.content or bytes(e.size_bytes)
             for e in piece
         )
-        assert 0 < len(part) <= most_bytes
+        assert 0 < len(part) <= max_bytes
         found += part
     assert found == expected[start:end]
 
@@ -231,7 +231,7 @@ def test_segments_that_are_not_there_are_refused_in_words(hub: SmallHub, segment
 def test_more_downloads_than_the_hub_takes_on_are_told_to_come_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with SmallHub(folder, most=2, most_per_machine=2) as hub:
+    with SmallHub(folder, most=2, max_per_machine=2) as hub:
         opened = [begin_download(hub) for _ in range(2)]
         answer = get(hub, SLICE)
         assert answer.status_code == 503
@@ -303,7 +303,7 @@ def test_no_more_slices_are_planned_than_downloads_may_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        SmallHub(folder, most_per_machine=1) as hub,
+        SmallHub(folder, max_per_machine=1) as hub,
         held_plans(monkeypatch) as (asked, go_on),
         ThreadPoolExecutor(1) as pool,
     ):
