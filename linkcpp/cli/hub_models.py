@@ -17,8 +17,8 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import expand_home
 from linkcpp.common.text import did_you_mean, printable, shell_command
 from linkcpp.common.units import format_bytes
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.identity import is_hub_folder
-from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.weights.adding import Addition, add_model, name_for
 from linkcpp.hub.weights.catalogue import Catalogue, check_name, models_folder
 from linkcpp.model.parts import is_url
@@ -137,10 +137,10 @@ def remove(
     catalogue = _catalogue(data or context.obj, hub_url)
     try:
         catalogue.remove(name)
-    except HubProblem as problem:
-        if problem.code not in ("unknown_model", "invalid_name"):
+    except ApiError as error:
+        if error.code not in ("unknown_model", "invalid_name"):
             raise
-        raise _unknown(name, catalogue.names()) from problem
+        raise _unknown(name, catalogue.names()) from error
     console().print(
         f"Removed {printable(name)}. Plans that name it cannot be launched any more.",
         soft_wrap=True,

@@ -22,9 +22,9 @@ from linkcpp.common.metrics import METRICS_PATH
 from linkcpp.common.request_log import NotedAnswer, request_id_of
 from linkcpp.common.text import printable
 from linkcpp.hub.directory import Directory
+from linkcpp.hub.errors import HINT_JOIN, ApiError, revoked
 from linkcpp.hub.identity import HubIdentity
 from linkcpp.hub.metrics import HubMetrics
-from linkcpp.hub.problems import HINT_JOIN, HubProblem, revoked
 from linkcpp.hub.roles import OPEN_PATHS, Caller
 from linkcpp.registry.records import Role
 from linkcpp.registry.tickets import NodeClaims, TicketError, verify_node_token
@@ -64,7 +64,7 @@ class TokenCheck:
         """Say who calls.
 
         Raises:
-            HubProblem: the call has no token, or one that is not (or no longer) taken.
+            ApiError: the call has no token, or one that is not (or no longer) taken.
         """
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         header = values[0] if len(values) == 1 else b""
@@ -91,7 +91,7 @@ class TokenCheck:
         try:
             return verify_node_token(self._verifier, token, now=self._clock())
         except TicketError as error:
-            raise HubProblem(
+            raise ApiError(
                 401, error.code, f"This token is not taken: {error.reason}.", hint=HINT_JOIN
             ) from None
 
@@ -102,7 +102,7 @@ class TokenCheck:
         if machine is None or machine.revoked_at is not None:
             raise revoked()
         if claims.role is not machine.role or claims.joined != machine.joined_at:
-            raise HubProblem(401, "old_token", "This machine joined again since it got its token.")
+            raise ApiError(401, "old_token", "This machine joined again since it got its token.")
 
 
 class Access:
@@ -140,8 +140,8 @@ class Access:
             self._admit(scope)
             if scope["type"] == "http":
                 receive = await self._with_body(scope, receive)
-        except HubProblem as problem:
-            await self._turn_away(scope, send, problem)
+        except ApiError as error:
+            await self._turn_away(scope, send, error)
             return
         await self._app(scope, receive, send)
 
@@ -159,26 +159,26 @@ class Access:
         body = await read_body(scope, receive, max_bytes, BODY_DEADLINE_SECONDS)
         if not isinstance(body, bytes):
             status, error = body
-            raise HubProblem(status, error.code, error.message, hint=error.hint)
+            raise ApiError(status, error.code, error.message, hint=error.hint)
         if body and path not in OPEN_PATHS:
             self._tokens.caller(scope)  # it may have been revoked while its body came
         return replay(body, receive)
 
-    async def _turn_away(self, scope: Scope, send: Send, problem: HubProblem) -> None:
+    async def _turn_away(self, scope: Scope, send: Send, error: ApiError) -> None:
         try:
-            if problem.status == 401:
+            if error.status == 401:
                 self._check_rate(self._failures, scope)
-        except HubProblem as too_many:
-            problem = too_many
-        headers = problem.headers()
-        if problem.status == 401:
+        except ApiError as too_many:
+            error = too_many
+        headers = error.headers()
+        if error.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        await refuse(scope, send, problem.status, problem.body(), headers)
+        await refuse(scope, send, error.status, error.body(), headers)
 
     def _check_rate(self, limit: RateLimit, scope: Scope) -> None:
         wait_seconds = limit.take(_address(scope))
         if wait_seconds is not None:
-            raise HubProblem(
+            raise ApiError(
                 429,
                 "too_many_calls",
                 "Too many such calls from this address.",
@@ -214,18 +214,18 @@ def _check_head(scope: Scope) -> None:
     # The server bounds what it waits for; a long head that comes in one piece is refused here.
     method = scope.get("method", "")
     if len(method) > _MAX_METHOD_CHARACTERS:
-        raise HubProblem(405, "unknown_method", "There is no such method.")
+        raise ApiError(405, "unknown_method", "There is no such method.")
     head_bytes = len(method) + len(scope["raw_path"]) + len(scope["query_string"])
     head_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
     if head_bytes > MAX_HEAD_BYTES:
-        raise HubProblem(431, "too_large", f"The head is longer than {MAX_HEAD_BYTES} bytes.")
+        raise ApiError(431, "too_large", f"The head is longer than {MAX_HEAD_BYTES} bytes.")
 
 
 def _bearer(header: bytes) -> str:
     scheme, _, token = header.decode("latin-1").partition(" ")
     token = token.strip()
     if scheme.lower() != "bearer" or not token:
-        raise HubProblem(401, "no_token", "This call needs a token.", hint=HINT_JOIN)
+        raise ApiError(401, "no_token", "This call needs a token.", hint=HINT_JOIN)
     return token
 
 

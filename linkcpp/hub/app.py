@@ -14,9 +14,9 @@ from linkcpp.common.records import ErrorBody
 from linkcpp.hub.access import Access, TokenCheck
 from linkcpp.hub.description import describe
 from linkcpp.hub.edge_routes import add_edge_routes
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.heartbeats import HeartbeatCall
 from linkcpp.hub.machine_routes import add_machine_routes
-from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.roles import OPENAPI_PATH, Caller, allow, check_routes
 from linkcpp.hub.service import Hub
 from linkcpp.hub.token_routes import add_token_routes
@@ -89,9 +89,9 @@ def _add_own_routes(app: FastAPI, hub: Hub) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(HubProblem)
-    async def on_problem(_: Request, problem: HubProblem) -> JSONResponse:
-        return JSONResponse(problem.body().model_dump(), problem.status, headers=problem.headers())
+    @app.exception_handler(ApiError)
+    async def on_api_error(_: Request, error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body().model_dump(), error.status, headers=error.headers())
 
     add_error_answers(
         app,

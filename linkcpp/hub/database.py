@@ -18,8 +18,8 @@ from linkcpp.common.errors import LinkcppError, NotNowError
 from linkcpp.common.installation import install_command
 from linkcpp.common.text import printable
 from linkcpp.hub.data import make_data_folder
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.identity import IDENTITY_FILE, is_hub_folder
-from linkcpp.hub.problems import HubProblem
 
 _MIGRATIONS = Path(__file__).with_name("migrations")
 _BUSY_SECONDS = 10
@@ -73,7 +73,7 @@ def describe_error(error: SQLAlchemyError) -> str:
     return printable(_PASSWORD.sub("…", first), 200).rstrip(".")
 
 
-def disk_full(error: SQLAlchemyError) -> HubProblem | None:
+def disk_full(error: SQLAlchemyError) -> ApiError | None:
     """Return what to tell where SQLite had no room to write; ``None`` for every other error."""
     found: BaseException | None = error
     # SQLite undoes the transaction then, so that undoing it once more fails and is raised instead.
@@ -81,7 +81,7 @@ def disk_full(error: SQLAlchemyError) -> HubProblem | None:
         found = found.__context__
     if found is None:
         return None
-    return HubProblem(
+    return ApiError(
         503,
         "disk_full",
         f"The disk of the hub's data folder is full or fails: {printable(str(found), 200)}.",

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import FastAPI, Path
 from fastapi.responses import Response
 
-from linkcpp.hub.problems import NOT_WRITTEN_YET, taken_away
+from linkcpp.hub.errors import NOT_WRITTEN_YET, taken_away
 from linkcpp.hub.roles import Caller, allow
 from linkcpp.hub.service import Hub
 from linkcpp.registry.edges import (

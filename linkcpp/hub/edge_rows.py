@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from sqlalchemy import Connection, delete, insert, or_, select, update
 
 from linkcpp.hub.directory import Edge
+from linkcpp.hub.errors import revoked
 from linkcpp.hub.machines import unknown_machine
-from linkcpp.hub.problems import revoked
 from linkcpp.hub.schema import EDGES, MACHINES
 
 # How long rows of closed edges are kept.
@@ -17,7 +17,7 @@ def insert_edge(connection: Connection, edge: Edge) -> None:
     """Enter an edge, and delete rows of those that were closed long ago.
 
     Raises:
-        HubProblem: one of its machines was revoked meanwhile. There is one writer, so no revocation
+        ApiError: one of its machines was revoked meanwhile. There is one writer, so no revocation
             comes between this look and the row.
     """
     both = (edge.backbone_node_id, edge.node_id)

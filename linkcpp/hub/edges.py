@@ -9,12 +9,12 @@ from linkcpp.common.access import RateLimit
 from linkcpp.hub.assignment import choose_gateway
 from linkcpp.hub.directory import Directory, Edge, Machine, Waiting
 from linkcpp.hub.edge_rows import close_edges, insert_edge, update_gateways
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.identity import HubIdentity
 from linkcpp.hub.lookout import Lookout
 from linkcpp.hub.machines import unknown_machine
 from linkcpp.hub.presence import presence
-from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.writer import Writer
 from linkcpp.registry.edges import (
     NODE_GONE,
@@ -73,7 +73,7 @@ class Edges:
         """Make an edge, tell the node, and return the coordinator's offer.
 
         Raises:
-            HubProblem: there is no such node, it is gone or does not answer, one of the two has too
+            ApiError: there is no such node, it is gone or does not answer, one of the two has too
                 many edges, or was revoked meanwhile.
         """
         _check_rate(self._creations, backbone_id, "too many edges")
@@ -109,7 +109,7 @@ class Edges:
         """Give both sides another offer for an edge whose way was lost.
 
         Raises:
-            HubProblem: the edge is closed, or another machine's, or this one asks too often.
+            ApiError: the edge is closed, or another machine's, or this one asks too often.
         """
         _check_rate(self._renewals, backbone_id, "other ways for its edges too often")
         edge = self._directory.edges.get(edge_id)
@@ -125,7 +125,7 @@ class Edges:
         self._tell(edge, EdgeRole.NODE)
         return self._offer(edge, EdgeRole.BACKBONE)
 
-    async def close(self, machine_id: str, edge_id: str, *, is_admin: bool) -> HubProblem | None:
+    async def close(self, machine_id: str, edge_id: str, *, is_admin: bool) -> ApiError | None:
         """End an edge at once; fine when it is closed already, or was another machine's.
 
         Returns why that could not be written yet, if so.
@@ -192,14 +192,14 @@ class Edges:
         if node is None or node_id == backbone_id:
             raise unknown_machine()
         if node.revoked_at is not None:
-            raise HubProblem(
+            raise ApiError(
                 409,
                 NODE_REVOKED,
                 f"The node {node.name} was revoked.",
                 hint="An admin of the hub lets it in again with a new join token.",
             )
         if node.role is not Role.NODE:
-            raise HubProblem(409, "not_a_node", f"{node.name} joined as {node.role}, not as node.")
+            raise ApiError(409, "not_a_node", f"{node.name} joined as {node.role}, not as node.")
         if presence(node.last_seen, now, node.left_at) is Presence.GONE:
             has_left = node.left_at is not None
             what = "was stopped" if has_left else "did not tell of itself for a while"
@@ -210,16 +210,16 @@ class Edges:
         limit = now - _TOLD_LATELY_SECONDS
         between = [edge for edge in edges if edge.node_id == node_id and edge.last_seen >= limit]
         if len(between) >= _MAX_EDGES_PER_PAIR:
-            raise HubProblem(
+            raise ApiError(
                 409,
                 "too_many_edges",
                 f"This machine has {len(between)} edges to that node already.",
                 hint="Stop a coordinator that uses the node, or wait a minute if it was killed.",
             )
         if len(edges) >= _MAX_EDGES_PER_MACHINE:
-            raise HubProblem(409, "too_many_edges", "This machine has too many edges already.")
+            raise ApiError(409, "too_many_edges", "This machine has too many edges already.")
         if len(self._directory.edges_of(node_id, with_pending=True)) >= _MAX_EDGES_PER_MACHINE:
-            raise HubProblem(409, "too_many_edges", "That node has too many edges already.")
+            raise ApiError(409, "too_many_edges", "That node has too many edges already.")
 
     def _choose(self, edge: Edge, now: float) -> str | None:
         node = self._directory.machines.get(edge.node_id)
@@ -237,7 +237,7 @@ class Edges:
         for edge, gateway_id in changes:
             edge.gateway_id = gateway_id
 
-    async def _close(self, edges: list[Edge]) -> HubProblem | None:
+    async def _close(self, edges: list[Edge]) -> ApiError | None:
         if not edges:
             return None
         now = self._clock()
@@ -303,7 +303,7 @@ def _limit(tries: int, seconds_per_try: float) -> RateLimit:
 def _check_rate(limit: RateLimit, backbone_id: str, what: str) -> None:
     wait_seconds = limit.take(backbone_id)
     if wait_seconds is not None:
-        raise HubProblem(
+        raise ApiError(
             429,
             "too_many_calls",
             f"This machine asks for {what}.",
@@ -312,10 +312,10 @@ def _check_rate(limit: RateLimit, backbone_id: str, what: str) -> None:
         )
 
 
-def _gone(message: str) -> HubProblem:
+def _gone(message: str) -> ApiError:
     hint = "See that `linkcpp join` runs there and that the machine is awake."
-    return HubProblem(409, NODE_GONE, message, hint=hint)
+    return ApiError(409, NODE_GONE, message, hint=hint)
 
 
-def _unknown_edge() -> HubProblem:
-    return HubProblem(404, "unknown_edge", "There is no such edge.", hint="Ask for a new one.")
+def _unknown_edge() -> ApiError:
+    return ApiError(404, "unknown_edge", "There is no such edge.", hint="Ask for a new one.")

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from linkcpp.common.access import refuse
 from linkcpp.common.api_errors import invalid_request
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.registrar import Registrar
 from linkcpp.hub.roles import Allowed, Caller
 from linkcpp.registry.records import HEARTBEAT_SECONDS, Heartbeat, HeartbeatAnswer, Role
@@ -37,8 +37,8 @@ class HeartbeatCall:
         message = await receive()
         try:
             content = await self._answer(scope["state"]["caller"], message)
-        except HubProblem as problem:
-            await refuse(scope, send, problem.status, problem.body())
+        except ApiError as error:
+            await refuse(scope, send, error.status, error.body())
             return
         except ValidationError as error:
             await refuse(scope, send, 422, invalid_request(error))

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 from sqlalchemy.engine import Row
 
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.schema import JOIN_TOKENS, MACHINES
 from linkcpp.registry.records import (
     JoinTokenList,
@@ -37,13 +37,13 @@ def create_join_token(
     """Make a token of 256 random bits.
 
     Raises:
-        HubProblem: there are too many already.
+        ApiError: there are too many already.
     """
     table = JOIN_TOKENS.c
     connection.execute(delete(JOIN_TOKENS).where(table.expires_at < now - _KEPT_SECONDS))
     count = connection.execute(select(func.count()).select_from(JOIN_TOKENS)).scalar_one()
     if count >= _MAX_TOKENS:
-        raise HubProblem(409, "too_many", f"There are {count} join tokens already.")
+        raise ApiError(409, "too_many", f"There are {count} join tokens already.")
     token = _PREFIX + secrets.token_urlsafe(32)
     # Later than every revocation, though the clock was set back since: it lets in who was revoked.
     last_revocation = connection.execute(select(func.max(MACHINES.c.revoked_at))).scalar()
@@ -80,12 +80,12 @@ def revoke_join_token(connection: Connection, token_id: str, now: float) -> None
     """Make a token useless.
 
     Raises:
-        HubProblem: there is none with this id.
+        ApiError: there is none with this id.
     """
     table = JOIN_TOKENS.c
     found = connection.execute(select(table.revoked_at).where(table.token_id == token_id)).first()
     if found is None:
-        raise HubProblem(404, "unknown_token", "There is no such join token.")
+        raise ApiError(404, "unknown_token", "There is no such join token.")
     if found.revoked_at is None:
         connection.execute(
             update(JOIN_TOKENS).where(table.token_id == token_id).values(revoked_at=now)
@@ -96,18 +96,18 @@ def find_join_token(connection: Connection, token: str, now: float) -> Row[Any]:
     """Find the row of a token that may be used now, apart from how often it was.
 
     Raises:
-        HubProblem: it is none of this hub's, has expired, or was revoked. The three are told apart
+        ApiError: it is none of this hub's, has expired, or was revoked. The three are told apart
             only to whoever has the secret.
     """
     query = select(JOIN_TOKENS).where(JOIN_TOKENS.c.secret_sha256 == _hash(token))
     row = connection.execute(query).first()
     hint = "`linkcpp hub token create` on the hub makes a new one."
     if row is None:
-        raise HubProblem(401, "wrong_token", "That is no join token of this hub.", hint=hint)
+        raise ApiError(401, "wrong_token", "That is no join token of this hub.", hint=hint)
     if row.revoked_at is not None:
-        raise HubProblem(401, "revoked_token", "This join token was revoked.", hint=hint)
+        raise ApiError(401, "revoked_token", "This join token was revoked.", hint=hint)
     if row.expires_at <= now:
-        raise HubProblem(401, "expired_token", "This join token has expired.", hint=hint)
+        raise ApiError(401, "expired_token", "This join token has expired.", hint=hint)
     return row
 
 
@@ -115,11 +115,11 @@ def check_role(role: Role, wanted: Sequence[Role]) -> None:
     """Refuse a token of ``role`` where other roles are wanted; with none named any role will do.
 
     Raises:
-        HubProblem: it is for another role.
+        ApiError: it is for another role.
     """
     if not wanted or role in wanted:
         return
-    raise HubProblem(
+    raise ApiError(
         409,
         "token_of_other_role",
         f"This join token is for the role {role}, not {' or '.join(wanted)}; it keeps its use.",
@@ -132,10 +132,10 @@ def use_join_token(connection: Connection, row: Row[Any]) -> None:
     """Count a use.
 
     Raises:
-        HubProblem: it was used as often as it may be.
+        ApiError: it was used as often as it may be.
     """
     if row.use_count >= row.use_limit:
-        raise HubProblem(
+        raise ApiError(
             401,
             "used_token",
             "This join token was used as often as it may be.",

@@ -8,8 +8,8 @@ from fastapi import FastAPI, Path
 from fastapi.responses import Response, StreamingResponse
 
 from linkcpp import __version__
+from linkcpp.hub.errors import NOT_WRITTEN_YET, taken_away
 from linkcpp.hub.machines import node_json, nodes_json
-from linkcpp.hub.problems import NOT_WRITTEN_YET, taken_away
 from linkcpp.hub.roles import HEALTH_PATH, Caller, allow
 from linkcpp.hub.service import Hub
 from linkcpp.registry.fields import UUID_PATTERN

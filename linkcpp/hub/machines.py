@@ -9,9 +9,9 @@ from sqlalchemy import ColumnElement, Connection, Engine, Table, func, insert, s
 from sqlalchemy.engine import Row
 
 from linkcpp.hub.directory import Machine
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.join_tokens import check_role, find_join_token, later_than, use_join_token
 from linkcpp.hub.presence import presence
-from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.schema import JOIN_TOKENS, MACHINES
 from linkcpp.registry.encoding import fingerprint
 from linkcpp.registry.records import JoinRequest, RegisteredNode, Role
@@ -26,7 +26,7 @@ def join(connection: Connection, request: JoinRequest, now: float) -> Machine:
     lost. A machine that was revoked needs a token that was made later.
 
     Raises:
-        HubProblem: the token is not taken or is for another role, or the id belongs to a machine
+        ApiError: the token is not taken or is for another role, or the id belongs to a machine
             with other keys.
     """
     token = find_join_token(connection, request.token, now)
@@ -74,7 +74,7 @@ def _joined_at(known: Row[Any] | None, now: float, *, is_same: bool) -> float:
 def _check_known(known: Row[Any], request: JoinRequest, token_created_at: float) -> None:
     if known.revoked_at is not None:
         if token_created_at <= known.revoked_at:
-            raise HubProblem(
+            raise ApiError(
                 403,
                 "revoked",
                 "This machine was revoked after the join token was made.",
@@ -82,7 +82,7 @@ def _check_known(known: Row[Any], request: JoinRequest, token_created_at: float)
             )
         return
     if (known.signing_key, known.edge_key) != (request.signing_key, request.edge_key):
-        raise HubProblem(
+        raise ApiError(
             409,
             "other_key",
             f"A machine with the id {request.node_id} joined already, with other keys.",
@@ -95,7 +95,7 @@ def revoke(connection: Connection, node_id: str, now: float) -> None:
     """Note that a machine is no longer wanted.
 
     Raises:
-        HubProblem: there is no such machine.
+        ApiError: there is no such machine.
     """
     # Not before any join token that exists, though the clock was set back since that was made: none
     # of those may let the machine in again.
@@ -121,16 +121,16 @@ def upsert(
         connection.execute(insert(table).values({key.key: value, **columns}))
 
 
-def unknown_machine() -> HubProblem:
+def unknown_machine() -> ApiError:
     """Say that no machine has this id."""
-    return HubProblem(404, "unknown_machine", "No machine with this id joined this hub.")
+    return ApiError(404, "unknown_machine", "No machine with this id joined this hub.")
 
 
 def node_json(engine: Engine, node_id: str, now: float, revoked_ids: frozenset[str]) -> bytes:
     """Write one machine as a ``RegisteredNode`` in JSON; see ``nodes_json``.
 
     Raises:
-        HubProblem: there is no such machine.
+        ApiError: there is no such machine.
     """
     with engine.connect() as connection:
         query = select(MACHINES).where(MACHINES.c.node_id == node_id)

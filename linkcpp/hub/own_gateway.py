@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from linkcpp.common.http_server import BoundedHttpProtocol
 from linkcpp.gateway.relay import Relay
 from linkcpp.gateway.serving import relay_http_protocol
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.service import Hub
 from linkcpp.registry.edges import GATEWAY_HEARTBEAT_SECONDS
 
@@ -41,5 +41,5 @@ async def _tick(hub: Hub, relay: Relay) -> None:
             relay.close_edges(
                 await hub.registrar.see_gateway(hub.identity.hub_id, "", relay.edge_ids)
             )
-        except HubProblem as problem:
-            _log.warning("the hub's own gateway is not noted: %s", problem)
+        except ApiError as error:
+            _log.warning("the hub's own gateway is not noted: %s", error)

@@ -9,12 +9,12 @@ from linkcpp.hub import machines
 from linkcpp.hub.directory import Directory, Gateway, Machine
 from linkcpp.hub.edge_rows import close_edges_of
 from linkcpp.hub.edges import Edges
+from linkcpp.hub.errors import ApiError, revoked
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.heartbeat_rows import HeartbeatRow, LeaveRow
 from linkcpp.hub.identity import HubIdentity
 from linkcpp.hub.lookout import Lookout
 from linkcpp.hub.nonces import NonceMemory
-from linkcpp.hub.problems import HubProblem, revoked
 from linkcpp.hub.schema import GATEWAYS
 from linkcpp.hub.writer import Writer
 from linkcpp.registry.edges import (
@@ -66,10 +66,10 @@ class Registrar:
         """Enter a machine that has a join token.
 
         Raises:
-            HubProblem: the token or the proof is not taken, or the id is another's.
+            ApiError: the token or the proof is not taken, or the id is another's.
         """
         if request.node_id == self._identity.hub_id:
-            raise HubProblem(
+            raise ApiError(
                 409,
                 "hub_id",
                 "That id is the hub's own.",
@@ -95,7 +95,7 @@ class Registrar:
         """Give a machine that proves its key a new token.
 
         Raises:
-            HubProblem: it is not known, was revoked, or the proof is not taken.
+            ApiError: it is not known, was revoked, or the proof is not taken.
         """
         machine = self._directory.machines.get(request.node_id)
         key = machine.signing_key if machine else ""
@@ -115,11 +115,11 @@ class Registrar:
         ``None`` stands for the answer that has nothing new, which is nearly every one.
 
         Raises:
-            HubProblem: it tells of another machine.
+            ApiError: it tells of another machine.
         """
         now = self._clock()
         if body.state is not None and body.state.record.node_id != node_id:
-            raise HubProblem(
+            raise ApiError(
                 422,
                 "other_machine",
                 "A node can tell only of itself.",
@@ -154,13 +154,13 @@ class Registrar:
         self._lookout.lost(node_id)
         await self._writer.heartbeat(LeaveRow(node_id, now))
 
-    async def revoke(self, node_id: str) -> HubProblem | None:
+    async def revoke(self, node_id: str) -> ApiError | None:
         """Cut a machine off at once: its tokens, its events and its edges.
 
         Returns why that could not be written yet, if so.
 
         Raises:
-            HubProblem: there is no such machine.
+            ApiError: there is no such machine.
         """
         now = self._clock()
 
@@ -198,7 +198,7 @@ class Registrar:
         now = self._clock()
         values = {"url": url, "edge_count": len(edge_ids), "last_seen": now}
         # What it may not carry any more it is told also where this cannot be written.
-        with contextlib.suppress(HubProblem):
+        with contextlib.suppress(ApiError):
             await self._writer.write(
                 lambda connection: machines.upsert(
                     connection, GATEWAYS, GATEWAYS.c.gateway_id, gateway_id, values
@@ -261,14 +261,14 @@ class Registrar:
     def _check_fresh(self, proof: Proof) -> None:
         now = self._clock()
         if not is_in_time(proof, now):
-            raise HubProblem(
+            raise ApiError(
                 401,
                 "proof_out_of_time",
                 "The proof was not made now, or the hub's clock was set meanwhile.",
                 hint="Try again: proofs use the time that the hub tells then.",
             )
         if not self._nonces.is_new(proof.nonce, proof.time, now):
-            raise HubProblem(
+            raise ApiError(
                 401,
                 "proof_used",
                 "This proof was used before, or the hub's clock was set back meanwhile.",
@@ -276,8 +276,8 @@ class Registrar:
             )
 
 
-def _wrong_proof() -> HubProblem:
-    return HubProblem(
+def _wrong_proof() -> ApiError:
+    return ApiError(
         401,
         "wrong_proof",
         "This machine does not prove a key that this hub knows.",

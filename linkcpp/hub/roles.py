@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.requests import HTTPConnection
 from starlette.routing import BaseRoute
 
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.errors import ApiError
 from linkcpp.registry.records import Role
 
 HEALTH_PATH: Final = "/v1/health"
@@ -46,11 +46,11 @@ class Allowed:
         """Return the caller, if it may call.
 
         Raises:
-            HubProblem: it may not.
+            ApiError: it may not.
         """
         if caller.role in self.roles or (self._metrics and caller.role is None):
             return caller
-        raise HubProblem(
+        raise ApiError(
             403,
             "other_role",
             f"This call is for {' and '.join(self.roles)}; this machine joined as "

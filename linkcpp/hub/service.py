@@ -16,12 +16,12 @@ from linkcpp.hub.clock_steps import ClockSteps
 from linkcpp.hub.database import open_database
 from linkcpp.hub.directory import load_directory
 from linkcpp.hub.edges import Edges
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.identity import load_hub_identity
 from linkcpp.hub.join_tokens import create_join_token, revoke_join_token
 from linkcpp.hub.lookout import Lookout
 from linkcpp.hub.metrics import HubMetrics
-from linkcpp.hub.problems import HubProblem
 from linkcpp.hub.registrar import Registrar
 from linkcpp.hub.weights.catalogue import Catalogue, models_folder
 from linkcpp.hub.weights.library import Library
@@ -103,26 +103,26 @@ class Hub(AsyncClosing):
         """Write the metrics in Prometheus' text format."""
         return self.metrics.render(self.directory, self.clock())
 
-    async def revoke(self, node_id: str) -> HubProblem | None:
+    async def revoke(self, node_id: str) -> ApiError | None:
         """Cut a machine off at once: its tokens, events, edges and downloads.
 
         Returns why that could not be written yet, if so.
 
         Raises:
-            HubProblem: there is no such machine.
+            ApiError: there is no such machine.
         """
         self.downloads.end_all_of(node_id)
         unwritten = await self.registrar.revoke(node_id)
         self.downloads.end_all_of(node_id)
         return unwritten
 
-    async def revoke_join_token(self, token_id: str) -> HubProblem | None:
+    async def revoke_join_token(self, token_id: str) -> ApiError | None:
         """Make a join token useless; returns why that could not be written yet, if so.
 
         Nobody joins without a write, and this one comes before it.
 
         Raises:
-            HubProblem: there is none with this id.
+            ApiError: there is none with this id.
         """
         now = self.clock()
         unwritten = await self.writer.take_away(
@@ -174,8 +174,8 @@ class Hub(AsyncClosing):
             try:
                 await self.edges.close_unseen()
                 await self.edges.move_lost()
-            except HubProblem as problem:
-                _log.warning("edges are not looked after: %s", problem)
+            except ApiError as error:
+                _log.warning("edges are not looked after: %s", error)
 
 
 async def open_hub(

@@ -5,8 +5,8 @@ from typing import Annotated
 from fastapi import FastAPI, Path
 from fastapi.responses import Response
 
+from linkcpp.hub.errors import NOT_WRITTEN_YET, taken_away
 from linkcpp.hub.join_tokens import create_join_token, list_join_tokens
-from linkcpp.hub.problems import NOT_WRITTEN_YET, taken_away
 from linkcpp.hub.roles import allow
 from linkcpp.hub.service import Hub
 from linkcpp.registry.fields import UUID_PATTERN

@@ -20,8 +20,8 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from linkcpp.hub.database import describe_error, disk_full
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.heartbeat_rows import HeartbeatRow, LeaveRow, write_heartbeats
-from linkcpp.hub.problems import HubProblem
 
 _T = TypeVar("_T")
 _MAX_WAITING = 50_000
@@ -68,7 +68,7 @@ class Writer:
         What it raises undoes its own writes only.
 
         Raises:
-            HubProblem: the database cannot be written to now.
+            ApiError: the database cannot be written to now.
         """
         self._check_room()
         done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
@@ -77,16 +77,16 @@ class Writer:
         self._hurry.set()
         return await done
 
-    async def take_away(self, work: Callable[[Connection], None]) -> HubProblem | None:
+    async def take_away(self, work: Callable[[Connection], None]) -> ApiError | None:
         """Let ``work`` write that somebody may do less, now or as soon as that is possible.
 
         Returns ``None`` once it is committed, or why it is not yet: it then comes before all that
         is written later, so that nobody uses in between what was taken away.
 
         Raises:
-            HubProblem: what ``work`` raises.
+            ApiError: what ``work`` raises.
         """
-        done: asyncio.Future[HubProblem | None] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self._owed.append(_Job(work, done))
         self._wake.set()
         self._hurry.set()
@@ -98,7 +98,7 @@ class Writer:
         Of one node the later call counts, and is the later one to return.
 
         Raises:
-            HubProblem: the database cannot be written to now.
+            ApiError: the database cannot be written to now.
         """
         self._check_room()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -108,7 +108,7 @@ class Writer:
 
     async def aclose(self) -> None:
         """Write what waits, and end."""
-        with contextlib.suppress(HubProblem):
+        with contextlib.suppress(ApiError):
             await self.write(lambda _: None)  # done when all that came before it is
         if self._owed:
             _log.error(
@@ -122,7 +122,7 @@ class Writer:
 
     def _check_room(self) -> None:
         if len(self._jobs) + len(self._beats) >= _MAX_WAITING:
-            raise HubProblem(503, "busy", "The hub's database does not keep up.")
+            raise ApiError(503, "busy", "The hub's database does not keep up.")
 
     async def _run(self) -> None:
         while True:
@@ -143,13 +143,13 @@ class Writer:
         rows = [beat.row for beat in beats]
         loop = asyncio.get_running_loop()
         results: list[Any]
-        noted: HubProblem | None = None
+        noted: ApiError | None = None
         owed = tuple(self._owed)
         try:
             results = await loop.run_in_executor(self._thread, self._commit, (*owed, *jobs), rows)
         except SQLAlchemyError as error:
             _log.warning("the database cannot be written to: %s", describe_error(error))
-            noted = disk_full(error) or HubProblem(
+            noted = disk_full(error) or ApiError(
                 503, "database", "The hub's database does not answer."
             )
             for job in owed:
@@ -174,7 +174,7 @@ class Writer:
                     with connection.begin_nested():
                         results.append(job.work(connection))
                 except (DataError, IntegrityError):
-                    results.append(HubProblem(409, "conflict", "The database refuses that."))
+                    results.append(ApiError(409, "conflict", "The database refuses that."))
                 except SQLAlchemyError:
                     raise
                 except Exception as error:

@@ -11,7 +11,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from linkcpp.hub.access import TokenCheck
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.roles import check_routes
 from linkcpp.registry.records import NodeToken, Role
 from linkcpp.registry.trust import websocket_url
@@ -156,7 +156,7 @@ async def test_a_token_is_remembered_once_however_it_is_written_and_not_of_a_rev
     other = await hub.machine(Role.NODE)
     await hub.hub.revoke(other.node_id)
     header = b"Bearer " + other.token.encode()
-    with pytest.raises(HubProblem, match="revoked"):
+    with pytest.raises(ApiError, match="revoked"):
         check.caller({"path": "/v1/gateways", "headers": [(b"authorization", header)]})
     assert len(check._claims) == 1
 

@@ -12,7 +12,7 @@ from sqlalchemy import Engine, event, insert, select, text
 
 from linkcpp.common.errors import EXIT_ERROR, EXIT_NOT_NOW, LinkcppError
 from linkcpp.hub.database import open_database
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.schema import GATEWAYS, MACHINES, METADATA
 from linkcpp.hub.writer import BatchReport, Writer
 
@@ -96,12 +96,12 @@ async def test_a_job_that_fails_undoes_its_own_writes_and_nobody_elses(
 
     def write_and_fail(connection: object) -> None:
         connection.execute(insert(GATEWAYS).values(gateway(2)))  # type: ignore[attr-defined]
-        raise HubProblem(409, "no", "No.")
+        raise ApiError(409, "no", "No.")
 
     await writer.write(lambda connection: connection.execute(insert(GATEWAYS), [gateway(1)]))
-    with pytest.raises(HubProblem, match="No"):
+    with pytest.raises(ApiError, match="No"):
         await writer.write(write_and_fail)
-    with pytest.raises(HubProblem, match="refuses"):
+    with pytest.raises(ApiError, match="refuses"):
         await writer.write(lambda connection: connection.execute(insert(GATEWAYS), [gateway(1)]))
     await writer.write(lambda connection: connection.execute(insert(GATEWAYS), [gateway(3)]))
     await writer.aclose()
@@ -117,7 +117,7 @@ async def test_a_database_that_goes_away_is_a_clear_refusal_and_its_return_is_no
     writer = Writer(engine, lambda _: None)
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE gateways RENAME TO hidden"))
-    with pytest.raises(HubProblem) as refused:
+    with pytest.raises(ApiError) as refused:
         await writer.write(lambda connection: connection.execute(insert(GATEWAYS), [gateway(1)]))
     assert refused.value.status == 503
     with engine.begin() as connection:
@@ -142,7 +142,7 @@ async def test_a_full_disk_is_named_and_what_was_acknowledged_is_kept(tmp_path: 
     writer = Writer(engine, lambda _: None)
     await writer.write(lambda connection: connection.execute(insert(GATEWAYS), [gateway(1)]))
     max_pages = 1  # SQLite takes it as: no larger than it is
-    with pytest.raises(HubProblem, match="disk of the hub's data folder is full") as refused:
+    with pytest.raises(ApiError, match="disk of the hub's data folder is full") as refused:
         await writer.write(fill_up)
     assert (refused.value.status, refused.value.code) == (503, "disk_full")
     assert refused.value.hint

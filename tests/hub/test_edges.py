@@ -10,7 +10,7 @@ from starlette.websockets import WebSocket
 from linkcpp.common.access import RateLimit
 from linkcpp.hub import edges as hub_edges
 from linkcpp.hub.assignment import UNMEASURED_MS, Candidate, choose_gateway
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.schema import EDGES
 from linkcpp.link.offers import HubOffers
 from linkcpp.registry.connection import HubRefusedError
@@ -220,7 +220,7 @@ async def test_no_edge_comes_into_being_while_one_of_its_machines_is_revoked(
     results = await asyncio.gather(*both, return_exceptions=True)
     if is_revoked_first:
         expected = {"backbone": (403, "revoked"), "node": (409, "node_revoked")}
-        (problem,) = (one for one in results if isinstance(one, HubProblem))
+        (problem,) = (one for one in results if isinstance(one, ApiError))
         assert (problem.status, problem.code) == expected[who]
     assert not hub.hub.directory.edges
     assert not hub.hub.directory.waiting.get(node.node_id)
@@ -241,7 +241,7 @@ async def test_an_edge_whose_machine_is_revoked_meanwhile_gets_no_other_offer(
         return_exceptions=True,
     )
     assert revoked is None
-    assert isinstance(renewed, HubProblem) and renewed.code == "unknown_edge"
+    assert isinstance(renewed, ApiError) and renewed.code == "unknown_edge"
     assert not hub.hub.directory.waiting.get(node.node_id)
 
 
@@ -286,7 +286,7 @@ async def test_edges_of_one_pair_are_few_and_those_asked_for_at_once_count(
     request = EdgeRequest(node_id=node.node_id)
     asked = (hub.hub.edges.create(backbone.node_id, request) for _ in range(12))
     results = await asyncio.gather(*asked, return_exceptions=True)
-    refused = [one.code for one in results if isinstance(one, HubProblem)]
+    refused = [one.code for one in results if isinstance(one, ApiError)]
     assert refused == ["too_many_edges"] * 4
     await second.client.create_edge(request)
     await backbone.client.create_edge(EdgeRequest(node_id=other.node_id))
@@ -312,7 +312,7 @@ async def test_edges_of_a_machine_that_are_asked_for_at_once_are_limited(
     results = await asyncio.gather(
         *(hub.hub.edges.create(one.node_id, request) for one in backbones), return_exceptions=True
     )
-    assert [one.code for one in results if isinstance(one, HubProblem)] == ["too_many_edges"]
+    assert [one.code for one in results if isinstance(one, ApiError)] == ["too_many_edges"]
 
 
 async def test_a_machine_that_asks_for_edges_without_end_is_slowed_down(hub: RunningHub) -> None:
@@ -320,7 +320,7 @@ async def test_a_machine_that_asks_for_edges_without_end_is_slowed_down(hub: Run
     nobody = EdgeRequest(node_id="0" * 8 + node.node_id[8:])
     codes = set()
     for _ in range(400):
-        with pytest.raises(HubProblem) as refused:
+        with pytest.raises(ApiError) as refused:
             await hub.hub.edges.create(backbone.node_id, nobody)
         codes.add(refused.value.code)
     assert codes == {"unknown_machine", "too_many_calls"}

@@ -61,7 +61,7 @@ def name_for(location: str) -> str:
     """Make a model's name from its file's.
 
     Raises:
-        HubProblem: nothing is left of it that could be a name.
+        ApiError: nothing is left of it that could be a name.
     """
     address = location.partition("?")[0].partition("#")[0] if is_url(location) else location
     name = unquote(address).replace("\\", "/").rpartition("/")[2]

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.records import Record
 from linkcpp.hub.data import make_data_folder, unusable_folder
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.errors import ApiError
 from linkcpp.model.slices.model_manifest import ModelManifest
 from linkcpp.model.source import FileSource
 from linkcpp.registry.models import MAX_MODELS, NAME_PATTERN, ServedModel
@@ -53,10 +53,10 @@ def check_name(name: str) -> str:
     """Return a model's name if it is one.
 
     Raises:
-        HubProblem: it could be mistaken for a path, or is too long.
+        ApiError: it could be mistaken for a path, or is too long.
     """
     if not _NAME.fullmatch(name):
-        raise HubProblem(
+        raise ApiError(
             422,
             "invalid_name",
             "A model's name has letters, digits, '.', '_' and '-', 64 at most, and begins with a "
@@ -103,7 +103,7 @@ class Catalogue:
         """Look up a model.
 
         Raises:
-            HubProblem: there is none of this name, or its entry is damaged.
+            ApiError: there is none of this name, or its entry is damaged.
         """
         try:
             content = (self.folder(name) / ENTRY_NAME).read_bytes()
@@ -111,7 +111,7 @@ class Catalogue:
         except FileNotFoundError:
             raise unknown_model(name) from None
         except (OSError, ValidationError) as error:
-            raise HubProblem(
+            raise ApiError(
                 409,
                 "damaged_model",
                 f"The hub's entry of {name} cannot be read.",
@@ -124,7 +124,7 @@ class Catalogue:
         for name in self.names()[:MAX_MODELS]:
             try:
                 entry = self.entry(name)
-            except HubProblem:
+            except ApiError:
                 continue
             problem = self.problem(entry)
             model = entry.model.model_copy(update={"problem": problem})
@@ -151,32 +151,32 @@ class Catalogue:
         """Read a model's manifest, compressed by gzip as it is kept.
 
         Raises:
-            HubProblem: it is missing.
+            ApiError: it is missing.
         """
         try:
             return (self.folder(name) / MANIFEST_NAME).read_bytes()
         except OSError as error:
-            raise HubProblem(409, "damaged_model", f"The manifest of {name} is gone.") from error
+            raise ApiError(409, "damaged_model", f"The manifest of {name} is gone.") from error
 
     def begin(self, name: str) -> Path:
         """Make the folder in which a model is prepared, or find the one that was begun.
 
         Raises:
-            HubProblem: there is such a model already, or too many.
+            ApiError: there is such a model already, or too many.
             LinkcppError: it cannot be written.
         """
         make_data_folder(self._folder.parent)
         names = self.names()
         self._sweep()
         if name in names:
-            raise HubProblem(
+            raise ApiError(
                 409,
                 "known_model",
                 f"There is a model {name} already.",
                 hint=f"Choose another name with --name, or `linkcpp hub models remove {name}`.",
             )
         if len(names) >= MAX_MODELS:
-            raise HubProblem(409, "too_many_models", f"The hub has {MAX_MODELS} models.")
+            raise ApiError(409, "too_many_models", f"The hub has {MAX_MODELS} models.")
         folder = self.begun_folder(name)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ class Catalogue:
         """Take a model, or what was begun of one, out of the catalogue.
 
         Raises:
-            HubProblem: there is none.
+            ApiError: there is none.
         """
         gone = self._folder / f"{_REMOVED}{check_name(name)}-{os.urandom(4).hex()}"
         for folder in (self.folder(name), self.begun_folder(name)):
@@ -238,9 +238,9 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def unknown_model(name: str) -> HubProblem:
+def unknown_model(name: str) -> ApiError:
     """Return why a call for a model that is not there (any more) is refused."""
-    return HubProblem(
+    return ApiError(
         404,
         "unknown_model",
         f"This hub has no model {name!r}.",

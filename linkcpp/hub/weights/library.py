@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.weights.catalogue import (
     ENTRY_NAME,
     Catalogue,
@@ -65,7 +65,7 @@ class Library:
         """What the hub tells of one model.
 
         Raises:
-            HubProblem: as all methods here: there is no such model, or it cannot be served.
+            ApiError: as all methods here: there is no such model, or it cannot be served.
         """
         entry = self.catalogue.entry(name)
         problem = self.catalogue.problem(entry)
@@ -110,7 +110,7 @@ class Library:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise HubProblem(409, "damaged_model", f"A header of {name} is gone.") from error
+            raise ApiError(409, "damaged_model", f"A header of {name} is gone.") from error
         return Content(
             Layout([Extent(size, None, 0, content)]), (), _etag(loaded, "header", str(part))
         )
@@ -123,16 +123,16 @@ class Library:
             segments = choose_segments(loaded.files, parse_segments_text(segments_text))
             key = (loaded.entry.model.manifest_digest, segments)
             plan = self._plans.get(key, lambda: plan_slice(loaded.files, segments))
-        except HubProblem:
+        except ApiError:
             raise
         except LinkcppError as error:
-            raise HubProblem(422, "no_such_slice", error.message, hint=error.hint) from error
+            raise ApiError(422, "no_such_slice", error.message, hint=error.hint) from error
         return loaded, plan, segments
 
     def _weights(self, loaded: _Loaded) -> tuple[LocalFile, ...]:
         model = loaded.entry.model
         if not model.has_weights:
-            raise HubProblem(
+            raise ApiError(
                 409,
                 "no_weights",
                 f"This hub has the manifest of {model.name} only.",
@@ -154,7 +154,7 @@ class Library:
         entry = self.catalogue.entry(name)
         content = gzip.decompress(self.catalogue.manifest(name))
         if hashlib.sha256(content).hexdigest() != entry.model.manifest_digest:
-            raise HubProblem(409, "damaged_model", f"The manifest of {name} is damaged.")
+            raise ApiError(409, "damaged_model", f"The manifest of {name} is damaged.")
         manifest = ModelManifest.model_validate_json(content)
         headers = []
         sources = []
@@ -166,7 +166,7 @@ class Library:
             headers.append(read_header(source))
         files = ModelFiles(tuple(sources), tuple(headers), ExitStack())
         if files.digest != entry.model.digest:
-            raise HubProblem(409, "damaged_model", f"A header of {name} is damaged.")
+            raise ApiError(409, "damaged_model", f"A header of {name} is damaged.")
         return _Loaded(entry, files, manifest)
 
 
@@ -191,7 +191,7 @@ class _Recent(Generic[_K, _V]):
 def _checked_part(loaded: _Loaded, part: int) -> int:
     count = len(loaded.manifest.parts)
     if not 1 <= part <= count:
-        raise HubProblem(404, "unknown_part", f"The model has parts 1 to {count}.")
+        raise ApiError(404, "unknown_part", f"The model has parts 1 to {count}.")
     return part
 
 
@@ -209,4 +209,4 @@ def _read_bytes(path: Path, name: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise HubProblem(409, "damaged_model", f"A header of {name} is gone.") from error
+        raise ApiError(409, "damaged_model", f"A header of {name} is gone.") from error

@@ -3,7 +3,7 @@
 import logging
 import os
 
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.weights.catalogue import LocalFile
 from linkcpp.hub.weights.layout import Extent
 from linkcpp.model.source import FileSource
@@ -29,7 +29,7 @@ class OpenFiles:
         """Read the bytes of a piece.
 
         Raises:
-            HubProblem: a file was changed, or cannot be read.
+            ApiError: a file was changed, or cannot be read.
         """
         parts = []
         for extent in piece:
@@ -69,10 +69,10 @@ def _open(file: LocalFile) -> int:
         raise _changed(error) from error
 
 
-def _changed(error: OSError | None = None) -> HubProblem:
+def _changed(error: OSError | None = None) -> ApiError:
     if error is not None:
         _log.error("a model's file cannot be read: %s", error)
-    return HubProblem(
+    return ApiError(
         409,
         "model_changed",
         "The model's file on the hub's disk is gone, or is not the one that was added.",

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from linkcpp.common.text import printable
-from linkcpp.hub.problems import HubProblem, revoked
+from linkcpp.hub.errors import ApiError, revoked
 from linkcpp.hub.weights.byte_ranges import asked_range, is_known
 from linkcpp.hub.weights.library import Content
 from linkcpp.hub.weights.open_files import OpenFiles
@@ -108,7 +108,7 @@ class DownloadResponse(Response):
         """Plan it and send it, unless too many downloads run.
 
         Raises:
-            HubProblem: nothing was sent: there is no such content, or the machine was revoked.
+            ApiError: nothing was sent: there is no such content, or the machine was revoked.
         """
         with self._downloads.running(self._machine) as download:
             if download is None:
@@ -136,9 +136,9 @@ def _answer(
     )
     start, end = asked if asked is not None else (0, size)
     if start is None or end is None:
-        problem = HubProblem(416, "no_such_range", f"There are bytes 0 to {size - 1}.")
+        error = ApiError(416, "no_such_range", f"There are bytes 0 to {size - 1}.")
         headers = {"Content-Range": f"bytes */{size}"}
-        return JSONResponse(problem.body().model_dump(), 416, headers)
+        return JSONResponse(error.body().model_dump(), 416, headers)
     if asked is not None:
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
     return ContentResponse(
@@ -179,7 +179,7 @@ class ContentResponse(Response):
         """Send it, until the machine is revoked.
 
         Raises:
-            HubProblem: nothing was sent: a file was changed.
+            ApiError: nothing was sent: a file was changed.
         """
         needed = self._content.layout.files(self._start, self._end)
         files = await self._downloads.read(lambda: OpenFiles(self._content.files, needed))
@@ -200,9 +200,9 @@ class ContentResponse(Response):
         for piece in self._content.layout.pieces(self._start, end, PIECE_BYTES):
             try:
                 body = await self._downloads.read(partial(files.read, piece))
-            except HubProblem as problem:
+            except ApiError as error:
                 # The caller sees an answer that ends too early, and no wrong byte.
-                _log.error("a download was broken off: %s", printable(str(problem), 500))
+                _log.error("a download was broken off: %s", printable(str(error), 500))
                 return
             try:
                 async with asyncio.timeout(STALL_SECONDS):
@@ -233,11 +233,11 @@ async def _left(receive: Receive) -> None:
 
 
 async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
-    problem = HubProblem(
+    error = ApiError(
         503,
         "too_many_downloads",
         "The hub sends as many downloads now as it takes on.",
         hint=f"Try again in {RETRY_AFTER_SECONDS} s.",
     )
     headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-    await JSONResponse(problem.body().model_dump(), 503, headers)(scope, receive, send)
+    await JSONResponse(error.body().model_dump(), 503, headers)(scope, receive, send)

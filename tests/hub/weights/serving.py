@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from linkcpp.common.access import refuse
 from linkcpp.common.http_server import make_server
 from linkcpp.common.records import ErrorBody
-from linkcpp.hub.problems import HubProblem
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.roles import Caller, check_routes
 from linkcpp.hub.weights.adding import Addition, add_model
 from linkcpp.hub.weights.catalogue import Catalogue, Entry
@@ -60,9 +60,9 @@ class SmallHub:
         add_weight_routes(app, Library(Catalogue(folder)), self.downloads)
         check_routes(app.routes)
 
-        @app.exception_handler(HubProblem)
-        async def on_problem(_: Request, problem: HubProblem) -> JSONResponse:
-            return JSONResponse(problem.body().model_dump(), problem.status)
+        @app.exception_handler(ApiError)
+        async def on_api_error(_: Request, error: ApiError) -> JSONResponse:
+            return JSONResponse(error.body().model_dump(), error.status)
 
         options = {"max_message_bytes": 1, "ping_interval_seconds": 9, "ping_timeout_seconds": 9}
         self._server = make_server(self._counted(app), **options)  # type: ignore[arg-type]

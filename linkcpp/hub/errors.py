@@ -15,7 +15,7 @@ NOT_WRITTEN_YET: Final[dict[int | str, dict[str, Any]]] = {
 HINT_JOIN: Final = "`linkcpp join URL --token …` gets a token of this hub."
 
 
-class HubProblem(LinkcppError):  # noqa: N818 - a refusal, no defect
+class ApiError(LinkcppError):
     """A call that is refused: the HTTP status, a stable code, one sentence, and the way out."""
 
     def __init__(
@@ -45,7 +45,7 @@ class HubProblem(LinkcppError):  # noqa: N818 - a refusal, no defect
         return ErrorBody(code=self.code, message=self.message, hint=self.hint)
 
 
-def taken_away(unwritten: HubProblem | None) -> Response:
+def taken_away(unwritten: ApiError | None) -> Response:
     """Answer a call that took something away; ``unwritten`` is why it could not be written yet."""
     if unwritten is None:
         return Response(status_code=204)
@@ -57,6 +57,6 @@ def taken_away(unwritten: HubProblem | None) -> Response:
     return Response(told.model_dump_json(), status_code=202, media_type="application/json")
 
 
-def revoked() -> HubProblem:
+def revoked() -> ApiError:
     """Return why a machine that was revoked is refused."""
-    return HubProblem(403, "revoked", "This machine was revoked.", hint=HINT_JOIN)
+    return ApiError(403, "revoked", "This machine was revoked.", hint=HINT_JOIN)
