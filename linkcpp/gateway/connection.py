@@ -47,8 +47,8 @@ _PAIRED_FRAME: Final = short_frame(Opcode.BINARY, PAIRED)
 _FIN_FRAME: Final = short_frame(Opcode.TEXT, FIN.encode())
 
 
-class Switchboard(Protocol):
-    """The relay, as one of its connections sees it."""
+class ConnectionOwner(Protocol):
+    """What a connection needs of the relay that it belongs to."""
 
     @property
     def buffer(self) -> memoryview:
@@ -83,10 +83,10 @@ class RelayConnection(asyncio.BufferedProtocol):
 
     _transport: asyncio.Transport
 
-    def __init__(self, board: Switchboard) -> None:
+    def __init__(self, owner: ConnectionOwner) -> None:
         self.received_bytes = 0
         self._sent_bytes = 0
-        self._board = board
+        self._owner = owner
         self._reader = FrameReader()
         self._phase = _Phase.HELLO
         self._partner: RelayConnection | None = None
@@ -132,8 +132,8 @@ class RelayConnection(asyncio.BufferedProtocol):
             return
         self._write(close_frame(code, reason))
         self._begin_closing()
-        self._board.closes(code)
-        self._board.ended(self, RelayCloseCode.PEER_GONE, "the other side was closed")
+        self._owner.closes(code)
+        self._owner.ended(self, RelayCloseCode.PEER_GONE, "the other side was closed")
 
     def drop(self) -> None:
         """End at once, without a word."""
@@ -143,13 +143,13 @@ class RelayConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Say where to read to."""
-        return self._board.buffer[MAX_REST_BYTES:]
+        return self._owner.buffer[MAX_REST_BYTES:]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take what was read."""
         if self._is_broken:
             return
-        buffer = self._board.buffer
+        buffer = self._owner.buffer
         start, end = MAX_REST_BYTES - len(self._rest), MAX_REST_BYTES + nbytes
         buffer[start:MAX_REST_BYTES] = self._rest
         self._liveness.was_heard = True
@@ -169,7 +169,7 @@ class RelayConnection(asyncio.BufferedProtocol):
         """Take the end of the peer's half of the socket for the end of all; the loop closes it."""
         if self._phase is not _Phase.CLOSING:
             self._begin_closing()
-            self._board.ended(
+            self._owner.ended(
                 self, RelayCloseCode.PEER_GONE, "the other side's connection was lost"
             )
 
@@ -179,8 +179,8 @@ class RelayConnection(asyncio.BufferedProtocol):
         self._stop_deadline()
         self._stop_ticking()
         self._partner = None
-        self._board.ended(self, RelayCloseCode.PEER_GONE, "the other side's connection was lost")
-        self._board.lost(self)
+        self._owner.ended(self, RelayCloseCode.PEER_GONE, "the other side's connection was lost")
+        self._owner.lost(self)
 
     def pause_writing(self) -> None:
         """Let the other side wait until the peer has taken more."""
@@ -234,7 +234,7 @@ class RelayConnection(asyncio.BufferedProtocol):
         if close is not None:
             self._answer_close(close)
         elif self._has_finished and self._partner is not None and self._partner._has_finished:
-            self._board.ended(self, NORMAL_CLOSE, "both sides have finished")
+            self._owner.ended(self, NORMAL_CLOSE, "both sides have finished")
             self.close(NORMAL_CLOSE, "both sides have finished")
 
     def _listen(self, buffer: memoryview, start: int, end: int) -> None:
@@ -263,7 +263,7 @@ class RelayConnection(asyncio.BufferedProtocol):
             raise FrameError(str(error), RelayCloseCode.MALFORMED) from None
         finally:
             self._hello.clear()
-        self._board.said_hello(self, hello)
+        self._owner.said_hello(self, hello)
 
     def _finish(self, text: bytes) -> None:
         if text != FIN.encode() or self._has_finished:
@@ -281,7 +281,7 @@ class RelayConnection(asyncio.BufferedProtocol):
             self._write(close_frame(NORMAL_CLOSE, ""))
             self._begin_closing()
             is_wanted = code == NORMAL_CLOSE
-            self._board.ended(
+            self._owner.ended(
                 self,
                 NORMAL_CLOSE if is_wanted else RelayCloseCode.PEER_GONE,
                 f"the other side closed with code {code}",
