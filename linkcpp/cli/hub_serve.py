@@ -16,7 +16,7 @@ from linkcpp.common.logs import log_as_json
 from linkcpp.common.sockets import listen
 from linkcpp.common.text import shell_command
 from linkcpp.hub.app import create_app
-from linkcpp.hub.own_gateway import own_gateway
+from linkcpp.hub.embedded_gateway import embedded_gateway
 from linkcpp.hub.service import open_hub
 from linkcpp.hub.serving import serve_hub, tune_collector
 
@@ -51,7 +51,7 @@ async def _serve(
         token_file = await opened.make_first_token()
         http = BoundedHttpProtocol
         if with_gateway:
-            http = await stack.enter_async_context(own_gateway(opened))
+            http = await stack.enter_async_context(embedded_gateway(opened))
         note_address(folder, url)
         tune_collector()
         await serve_hub(

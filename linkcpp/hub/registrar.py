@@ -207,7 +207,7 @@ class Registrar:
         self._directory.gateways[gateway_id] = Gateway(gateway_id, url, len(edge_ids), now)
         return self._edges.see(edge_ids, gateway_id)
 
-    async def enter_own_gateway(self) -> None:
+    async def enter_embedded_gateway(self) -> None:
         """Enter the hub itself as a gateway, though it was revoked before."""
         now = self._clock()
         machine = Machine(

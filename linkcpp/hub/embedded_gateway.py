@@ -16,14 +16,14 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
-async def own_gateway(hub: Hub) -> AsyncIterator[type[BoundedHttpProtocol]]:
+async def embedded_gateway(hub: Hub) -> AsyncIterator[type[BoundedHttpProtocol]]:
     """Run a relay meanwhile; gives the class of HTTP connections for ``serve_hub``.
 
     Its metrics are among the hub's.
     """
     relay = Relay(gateway_id=hub.identity.hub_id, hub=hub.identity.verifier, clock=hub.clock)
     hub.metrics.add_relay(relay)
-    await hub.registrar.enter_own_gateway()
+    await hub.registrar.enter_embedded_gateway()
     await hub.registrar.see_gateway(hub.identity.hub_id, "", ())
     ticking = asyncio.create_task(_tick(hub, relay))
     try:
