@@ -12,11 +12,11 @@ from linkcpp.common.api_errors import add_error_answers
 from linkcpp.common.metrics import METRICS_PATH
 from linkcpp.common.records import ErrorBody
 from linkcpp.hub.access import Access, TokenCheck
-from linkcpp.hub.description import describe
 from linkcpp.hub.edge_routes import add_edge_routes
 from linkcpp.hub.errors import ApiError
 from linkcpp.hub.heartbeats import HeartbeatCall
 from linkcpp.hub.machine_routes import add_machine_routes
+from linkcpp.hub.openapi import describe
 from linkcpp.hub.roles import OPENAPI_PATH, Caller, allow, check_routes
 from linkcpp.hub.service import Hub
 from linkcpp.hub.token_routes import add_token_routes

@@ -17,7 +17,7 @@ from sqlalchemy.pool import QueuePool
 from linkcpp.common.errors import LinkcppError, NotNowError
 from linkcpp.common.installation import install_command
 from linkcpp.common.text import printable
-from linkcpp.hub.data import make_data_folder
+from linkcpp.hub.data_folder import make_data_folder
 from linkcpp.hub.errors import ApiError
 from linkcpp.hub.identity import IDENTITY_FILE, is_hub_folder
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from linkcpp.common.files import write_atomically
 from linkcpp.common.records import Record
-from linkcpp.hub.data import make_data_folder, unusable_folder
+from linkcpp.hub.data_folder import make_data_folder, unusable_folder
 from linkcpp.hub.errors import ApiError
 from linkcpp.model.slices.model_manifest import ModelManifest
 from linkcpp.model.source import FileSource
