@@ -20,7 +20,7 @@ from relay_ends import End, masked_frame
 
 from linkcpp.common.sockets import listen
 from linkcpp.gateway.relay import Relay, RelayLimits
-from linkcpp.gateway.serving import serve_gateway
+from linkcpp.gateway.server import serve_gateway
 from linkcpp.link.noise import KEY_BYTES
 from linkcpp.registry.edges import EdgeRole
 from linkcpp.registry.relay import RELAY_PATH, Hello, encode_hello

@@ -25,7 +25,7 @@ from linkcpp.common.paths import data_folder
 from linkcpp.common.sockets import listen
 from linkcpp.gateway.registration import stay_registered
 from linkcpp.gateway.relay import Relay
-from linkcpp.gateway.serving import serve_gateway
+from linkcpp.gateway.server import serve_gateway
 from linkcpp.registry.client import joined_client
 from linkcpp.registry.credentials import HubCredentials
 from linkcpp.registry.fields import MAX_EDGES_PER_GATEWAY

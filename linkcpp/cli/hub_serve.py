@@ -17,8 +17,8 @@ from linkcpp.common.sockets import listen
 from linkcpp.common.text import shell_command
 from linkcpp.hub.app import create_app
 from linkcpp.hub.embedded_gateway import embedded_gateway
+from linkcpp.hub.server import serve_hub, tune_collector
 from linkcpp.hub.service import open_hub
-from linkcpp.hub.serving import serve_hub, tune_collector
 
 
 def serve(folder: Path, database: str | None, host: str, port: int, *, with_gateway: bool) -> None:

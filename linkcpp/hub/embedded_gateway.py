@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from linkcpp.common.http_server import BoundedHttpProtocol
 from linkcpp.gateway.relay import Relay
-from linkcpp.gateway.serving import relay_http_protocol
+from linkcpp.gateway.server import relay_http_protocol
 from linkcpp.hub.errors import ApiError
 from linkcpp.hub.service import Hub
 from linkcpp.registry.edges import GATEWAY_HEARTBEAT_SECONDS

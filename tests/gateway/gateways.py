@@ -14,7 +14,7 @@ from websockets.exceptions import ConnectionClosed
 
 from linkcpp.common.sockets import listen
 from linkcpp.gateway.relay import Relay, RelayLimits
-from linkcpp.gateway.serving import serve_gateway
+from linkcpp.gateway.server import serve_gateway
 from linkcpp.registry.edges import EdgeRole
 from linkcpp.registry.relay import PAIRED, RELAY_PATH, Hello, encode_hello
 from linkcpp.registry.tickets import EdgeClaims, HubKey, sign_edge_ticket

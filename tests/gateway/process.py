@@ -14,7 +14,7 @@ import uvloop
 from linkcpp.common.descriptors import raise_descriptor_limit
 from linkcpp.common.sockets import listen
 from linkcpp.gateway.relay import Relay, RelayLimits
-from linkcpp.gateway.serving import serve_gateway
+from linkcpp.gateway.server import serve_gateway
 from linkcpp.registry.encoding import encode
 from linkcpp.registry.tickets import HubKey
 from tests.gateway.gateways import GATEWAY_ID, HUB_ID, METRICS_TOKEN, Gateway, Signer

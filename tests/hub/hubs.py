@@ -16,8 +16,8 @@ from linkcpp.common.access import RateLimit
 from linkcpp.common.sockets import listen
 from linkcpp.hub.app import create_app
 from linkcpp.hub.join_tokens import create_join_token
+from linkcpp.hub.server import serve_hub
 from linkcpp.hub.service import Hub, open_hub
-from linkcpp.hub.serving import serve_hub
 from linkcpp.registry.client import HubClient, machine_renewal
 from linkcpp.registry.credentials import HubCredentials
 from linkcpp.registry.edges import GatewayHeartbeat

@@ -243,7 +243,7 @@ async def test_a_client_that_reads_no_events_is_cut_off(hub: RunningHub) -> None
 async def test_a_machine_is_served_while_strangers_hold_all_that_a_small_hub_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("linkcpp.hub.serving._max_connections", lambda: 64)
+    monkeypatch.setattr("linkcpp.hub.server._max_connections", lambda: 64)
     async with running_hub(tmp_path / "hub", None) as hub:
         machine = await hub.machine(Role.NODE)
         async with dripping(httpx.URL(hub.url).port or 0, 160):

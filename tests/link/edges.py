@@ -12,7 +12,7 @@ from typing import NamedTuple
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.sockets import listen
 from linkcpp.gateway.relay import Relay
-from linkcpp.gateway.serving import serve_gateway
+from linkcpp.gateway.server import serve_gateway
 from linkcpp.link.accepted import AgentTokens
 from linkcpp.link.acceptor import EdgeAcceptor
 from linkcpp.link.endpoint import EdgeEndpoint
