@@ -12,9 +12,9 @@ from linkcpp.hub.edge_rows import close_edges, insert_edge, update_gateways
 from linkcpp.hub.errors import ApiError
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.identity import HubIdentity
-from linkcpp.hub.lookout import Lookout
 from linkcpp.hub.machines import unknown_machine
 from linkcpp.hub.presence import presence
+from linkcpp.hub.presence_probe import PresenceProbe
 from linkcpp.hub.writer import Writer
 from linkcpp.registry.edges import (
     NODE_GONE,
@@ -57,14 +57,14 @@ class Edges:
         writer: Writer,
         events: EventSockets,
         *,
-        lookout: Lookout,
+        presence_probe: PresenceProbe,
         clock: Callable[[], float],
     ) -> None:
         self._identity = identity
         self._directory = directory
         self._writer = writer
         self._events = events
-        self._lookout = lookout
+        self._presence_probe = presence_probe
         self._clock = clock
         self._creations = _limit(_CREATIONS_AT_ONCE, _SECONDS_PER_CREATION)
         self._renewals = _limit(_RENEWALS_AT_ONCE, _SECONDS_PER_RENEWAL)
@@ -78,7 +78,7 @@ class Edges:
         """
         _check_rate(self._creations, backbone_id, "too many edges")
         self._check_node(backbone_id, request.node_id, self._clock())
-        if await self._lookout.silent((request.node_id,)):
+        if await self._presence_probe.silent((request.node_id,)):
             name = self._directory.machines[request.node_id].name
             raise _gone(f"The node {name} does not answer this hub.")
         now = self._clock()

@@ -42,7 +42,7 @@ def add_machine_routes(app: FastAPI, hub: Hub) -> None:
     async def list_nodes(ask: bool = False) -> Response:
         silent_ids: frozenset[str] = frozenset()
         if ask:
-            silent_ids = await hub.lookout.silent(hub.directory.nodes_online(hub.clock()))
+            silent_ids = await hub.presence_probe.silent(hub.directory.nodes_online(hub.clock()))
         revoked_ids = hub.directory.revoked_ids()
         pieces = await hub.read(
             lambda engine: nodes_json(engine, hub.clock(), revoked_ids, silent_ids)

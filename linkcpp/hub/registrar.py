@@ -13,8 +13,8 @@ from linkcpp.hub.errors import ApiError, revoked
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.heartbeat_rows import HeartbeatRow, LeaveRow
 from linkcpp.hub.identity import HubIdentity
-from linkcpp.hub.lookout import Lookout
 from linkcpp.hub.nonces import NonceMemory
+from linkcpp.hub.presence_probe import PresenceProbe
 from linkcpp.hub.schema import GATEWAYS
 from linkcpp.hub.writer import Writer
 from linkcpp.registry.edges import (
@@ -50,7 +50,7 @@ class Registrar:
         events: EventSockets,
         edges: Edges,
         *,
-        lookout: Lookout,
+        presence_probe: PresenceProbe,
         clock: Callable[[], float],
     ) -> None:
         self._identity = identity
@@ -58,7 +58,7 @@ class Registrar:
         self._writer = writer
         self._events = events
         self._edges = edges
-        self._lookout = lookout
+        self._presence_probe = presence_probe
         self._clock = clock
         self._nonces = NonceMemory(clock())
 
@@ -133,7 +133,7 @@ class Registrar:
         machine.last_seen = now
         if machine.left_at == left_before:  # else it left while this was written
             machine.left_at = None
-            self._lookout.heard(node_id)
+            self._presence_probe.heard(node_id)
         if body.state is not None:
             machine.take_state(body.state)
         offers = self._edges.take_waiting(node_id)
@@ -151,7 +151,7 @@ class Registrar:
         """Note that a node stops; its next heartbeat brings it back. Its edges wait for that."""
         now = self._clock()
         self._directory.machines[node_id].left_at = now
-        self._lookout.lost(node_id)
+        self._presence_probe.lost(node_id)
         await self._writer.heartbeat(LeaveRow(node_id, now))
 
     async def revoke(self, node_id: str) -> ApiError | None:

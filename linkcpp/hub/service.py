@@ -20,8 +20,8 @@ from linkcpp.hub.errors import ApiError
 from linkcpp.hub.events import EventSockets
 from linkcpp.hub.identity import load_hub_identity
 from linkcpp.hub.join_tokens import create_join_token, revoke_join_token
-from linkcpp.hub.lookout import Lookout
 from linkcpp.hub.metrics import HubMetrics
+from linkcpp.hub.presence_probe import PresenceProbe
 from linkcpp.hub.registrar import Registrar
 from linkcpp.hub.weights.catalogue import Catalogue, models_folder
 from linkcpp.hub.weights.library import Library
@@ -64,13 +64,13 @@ class Hub(AsyncClosing):
         self._engine = engine
         self.directory = load_directory(engine, clock())
         self.writer = Writer(engine, self.metrics.observe_commit)
-        self.lookout = Lookout(self.events)
+        self.presence_probe = PresenceProbe(self.events)
         self.edges = Edges(
             self.identity,
             self.directory,
             self.writer,
             self.events,
-            lookout=self.lookout,
+            presence_probe=self.presence_probe,
             clock=clock,
         )
         self.registrar = Registrar(
@@ -79,7 +79,7 @@ class Hub(AsyncClosing):
             self.writer,
             self.events,
             self.edges,
-            lookout=self.lookout,
+            presence_probe=self.presence_probe,
             clock=clock,
         )
         self._watch()

@@ -16,7 +16,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
 from linkcpp.registry.client import HubClient
 from linkcpp.registry.connection import HubError, HubRefusedError
-from linkcpp.registry.edges import CloseEvent, EdgeEvent, EdgeOffer, HubEvent, LookEvent
+from linkcpp.registry.edges import CloseEvent, EdgeEvent, EdgeOffer, HubEvent, ProbeEvent
 from linkcpp.registry.fields import MAX_EDGES_PER_NODE
 from linkcpp.registry.measuring import relay_rtts_ms
 from linkcpp.registry.records import HEARTBEAT_SECONDS, Heartbeat, HeldUnits, NodeState
@@ -171,7 +171,7 @@ class Membership:
             await self._take_part(event.offer)
         elif isinstance(event, CloseEvent):
             await self._edges.close_edge(event.edge_id)
-        elif isinstance(event, LookEvent):
+        elif isinstance(event, ProbeEvent):
             self._wake.set()
         else:
             raise revoked(self._client.url)

@@ -114,13 +114,13 @@ class RevokedEvent(WireRecord):
     type: Literal["revoked"] = "revoked"
 
 
-class LookEvent(WireRecord):
+class ProbeEvent(WireRecord):
     """Somebody wants to count on this node: tell at once, by a heartbeat, that it is there."""
 
     type: Literal["look"] = "look"
 
 
-HubEvent = EdgeEvent | CloseEvent | RevokedEvent | LookEvent
+HubEvent = EdgeEvent | CloseEvent | RevokedEvent | ProbeEvent
 HUB_EVENT: TypeAdapter[HubEvent] = TypeAdapter(Annotated[HubEvent, Field(discriminator="type")])
 
 

@@ -186,7 +186,7 @@ async def running_hub(
     sockets = listen("127.0.0.1", 0)
     async with await open_hub(data, database_url, clock=clock, steady=clock.steady) as hub:
         # Most machines of tests listen to no events: whoever told of itself is there.
-        hub.lookout.fresh_seconds = 3600.0
+        hub.presence_probe.fresh_seconds = 3600.0
         app = create_app(hub, open_calls=open_calls, failures=RateLimit(tries=1000))
         serving = asyncio.create_task(serve_hub(hub, app, sockets, stop))
         url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"

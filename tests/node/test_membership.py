@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from linkcpp.cluster.records import NodeRecord, NodeStatus
-from linkcpp.hub import lookout
+from linkcpp.hub import presence_probe
 from linkcpp.hub.presence import presence
 from linkcpp.link.offers import EdgeEndedError, HubOffers
 from linkcpp.node import membership
@@ -92,7 +92,7 @@ class Watched:
 
     def forget(self) -> None:
         """Let the hub not have heard of the node just now."""
-        self._hub.hub.lookout.lost(self.node.node_id)
+        self._hub.hub.presence_probe.lost(self.node.node_id)
 
     @asynccontextmanager
     async def member(self) -> AsyncIterator[None]:
@@ -153,8 +153,8 @@ async def test_a_node_says_at_once_that_it_is_there_when_it_is_asked(watched: Wa
 async def test_a_node_that_was_killed_is_not_counted_on_though_no_heartbeat_is_late(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookout, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(lookout, "_RETURN_SECONDS", 0.0)
+    monkeypatch.setattr(presence_probe, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(presence_probe, "_RETURN_SECONDS", 0.0)
     monkeypatch.setattr(membership, "_LEAVING_SECONDS", 0.05)
     monkeypatch.setattr(watched.node.client, "leave", asyncio.Event().wait)
     async with watched.member():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from time import monotonic
 
 from linkcpp.hub.events import EventSockets
-from linkcpp.registry.edges import LookEvent
+from linkcpp.registry.edges import ProbeEvent
 from linkcpp.registry.records import HEARTBEAT_SECONDS
 
 ANSWER_SECONDS = 3.0
@@ -19,7 +19,7 @@ _RETURN_SECONDS = 1.2 * HEARTBEAT_SECONDS
 _MAX_ANSWERS_PER_SECOND = 500
 
 
-class Lookout:
+class PresenceProbe:
     """Asks nodes whether they are there. Needs a running event loop.
 
     Who was heard of within ``fresh_seconds`` is there.
@@ -63,5 +63,5 @@ class Lookout:
         answer = self._answers.get(node_id)
         if answer is None:
             answer = self._answers[node_id] = asyncio.get_running_loop().create_future()
-            self._events.push(node_id, LookEvent())
+            self._events.push(node_id, ProbeEvent())
         return answer
