@@ -35,7 +35,7 @@ from linkcpp.planning.records import MAX_DEVICES, CacheType, Plan, PlanMode, Pla
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
 from linkcpp.registry.discovering import find_everywhere
 from linkcpp.registry.finding_models import load_model_anywhere
-from linkcpp.registry.hub_places import parse_hub_location
+from linkcpp.registry.hub_location import parse_hub_location
 
 app = verb()
 

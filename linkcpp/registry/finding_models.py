@@ -15,8 +15,8 @@ from linkcpp.model.presets import load_model
 from linkcpp.model.records import ModelInventory
 from linkcpp.registry.client import joined_client
 from linkcpp.registry.credentials import list_credentials
+from linkcpp.registry.hub_location import HubLocation, may_be_hub_name, parse_hub_location
 from linkcpp.registry.hub_model import HubModel
-from linkcpp.registry.hub_places import HubPlace, may_be_hub_name, parse_hub_location
 from linkcpp.registry.hub_tokens import hub_access
 from linkcpp.registry.models import ServedModel
 
@@ -44,7 +44,7 @@ def load_model_anywhere(text: str, hub_urls: Collection[str] = ()) -> ModelInven
     for url in hub_urls:
         names = [model.name for model in asyncio.run(hub_models(url))]
         if found := _same_name(text, names):
-            return _read_at_hub(HubPlace(url, found))
+            return _read_at_hub(HubLocation(url, found))
         known += names
     try:
         return load_model(text)
@@ -59,7 +59,7 @@ def _load_without_hubs(text: str) -> ModelInventory:
     try:
         return load_model(text)
     except LinkcppError as error:
-        places = [HubPlace(url, text).location for url in _joined_urls()[:_MAX_OFFERED]]
+        places = [HubLocation(url, text).location for url in _joined_urls()[:_MAX_OFFERED]]
         if not places:
             raise
         at_hub = f"If a hub has it, name it as {' or '.join(places)}"
@@ -110,7 +110,7 @@ def is_elsewhere(location: str) -> bool:
 
 
 @contextmanager
-def opened_at_hub(place: HubPlace) -> Iterator[HubModel]:
+def opened_at_hub(place: HubLocation) -> Iterator[HubModel]:
     """Open a hub's model with this machine's own tokens; what was read of headers is kept.
 
     Raises:
@@ -149,6 +149,6 @@ def _same_name(text: str, names: list[str]) -> str | None:
     return next((name for name in names if name.casefold() == text.casefold()), None)
 
 
-def _read_at_hub(place: HubPlace) -> ModelInventory:
+def _read_at_hub(place: HubLocation) -> ModelInventory:
     with opened_at_hub(place) as model:
         return inventory_of(model.files, place.location, unnamed=place.name)

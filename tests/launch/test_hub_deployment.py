@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from linkcpp.planning.records import Plan
-from linkcpp.registry.hub_places import HubPlace
+from linkcpp.registry.hub_location import HubLocation
 from tests.launch.expert_plans import HERE, expert_counts, experts_plan
 from tests.launch.hub_process import HubProcess, hub_process
 from tests.launch.swarm import Swarm, one_process, tokens, wait_until
@@ -42,7 +42,7 @@ def test_all_weights_come_from_the_hub_and_the_answer_is_that_of_one_process(
     last = min(expert_counts(model).values()) - 1
     path = experts_plan(swarm, model, {HERE: [(0, last)]})
     made = Plan.model_validate_json(path.read_bytes())
-    source = HubPlace(hub.url, "mix").location
+    source = HubLocation(hub.url, "mix").location
     at_hub = made.model_copy(update={"model": made.model.model_copy(update={"source": source})})
     path.write_text(at_hub.model_dump_json())
 

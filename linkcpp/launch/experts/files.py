@@ -28,7 +28,7 @@ from linkcpp.model.slices.writing import backbone_jobs, backbone_paths
 from linkcpp.node.records import SliceId
 from linkcpp.node.slice_files import slice_id
 from linkcpp.registry.finding_models import is_elsewhere
-from linkcpp.registry.hub_places import HubPlace, parse_hub_location
+from linkcpp.registry.hub_location import HubLocation, parse_hub_location
 from linkcpp.worker.slabs import GgufSlabs
 from linkcpp.worker.store import min_cache_bytes
 
@@ -75,7 +75,7 @@ class ExpertFiles:
         self._backbone_paths = backbone_paths(self.folder / "backbone.gguf", part_count)
         self.url = next((text for text in (location, planned_source) if is_url(text)), None)
         places = (parse_hub_location(text) for text in (location, planned_source))
-        self.hub_place: HubPlace | None = next(filter(None, places), None)
+        self.hub_place: HubLocation | None = next(filter(None, places), None)
         is_here = not self._is_hollow and not is_elsewhere(location)
         self.full_model = Path(self._first_file) if is_here else None
         self.min_fallback_bytes = self._min_fallback_bytes()

@@ -13,8 +13,8 @@ from linkcpp.model.slices.manifest import Manifest
 from linkcpp.model.slices.segments import Segment, merge_segments
 from linkcpp.model.slices.writing import open_whole_model, write_backbone, write_slice
 from linkcpp.registry.finding_models import is_elsewhere, opened_at_hub
+from linkcpp.registry.hub_location import parse_hub_location
 from linkcpp.registry.hub_model import HubModel
-from linkcpp.registry.hub_places import parse_hub_location
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.registry.credentials import HubCredentials, save_credentials
 from linkcpp.registry.discovering import parse_hub_node_url
 from linkcpp.registry.finding_models import load_model_anywhere, require_here
-from linkcpp.registry.hub_places import HubPlace, parse_hub_location
+from linkcpp.registry.hub_location import HubLocation, parse_hub_location
 from linkcpp.registry.keys import make_keys
 from linkcpp.registry.models import NAME_PATTERN
 from linkcpp.registry.records import NodeToken, Role
@@ -22,9 +22,9 @@ from linkcpp.registry.records import NodeToken, Role
     name=st.from_regex(NAME_PATTERN, fullmatch=True),
 )
 def test_a_location_leads_back_to_hub_and_name(hub: str, name: str) -> None:
-    place = HubPlace(hub, name)
+    place = HubLocation(hub, name)
     assert parse_hub_location(place.location) == place
-    assert parse_hub_location(HubPlace(hub + "/", name).location) == place
+    assert parse_hub_location(HubLocation(hub + "/", name).location) == place
     assert parse_hub_node_url(place.location) is None
 
 

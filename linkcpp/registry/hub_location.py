@@ -12,7 +12,7 @@ _LOCATION = re.compile(r"hub\+(?P<hub>https?://[^\s#?]+)#model=(?P<name>[^#]*)",
 _NAME = re.compile(NAME_PATTERN)
 
 
-class HubPlace(NamedTuple):
+class HubLocation(NamedTuple):
     """The hub at ``hub_url``, and what it calls the model."""
 
     hub_url: str
@@ -29,7 +29,7 @@ def may_be_hub_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def parse_hub_location(text: str) -> HubPlace | None:
+def parse_hub_location(text: str) -> HubLocation | None:
     """Read where a model of a hub is; ``None`` where it is no hub's.
 
     Raises:
@@ -43,4 +43,4 @@ def parse_hub_location(text: str) -> HubPlace | None:
             f"{printable(text, 200)} does not name a model of a hub.",
             hint="Write hub+https://hub.example#model=NAME, or the name and --hub URL.",
         )
-    return HubPlace(found["hub"].rstrip("/"), found["name"])
+    return HubLocation(found["hub"].rstrip("/"), found["name"])
