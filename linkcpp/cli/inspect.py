@@ -20,7 +20,7 @@ from linkcpp.model.memory import kv_bytes, kv_token_bytes, recurrent_bytes
 from linkcpp.model.presets import expand_preset, presets
 from linkcpp.model.records import LayerKind, ModelInventory
 from linkcpp.model.summary import Summary, summarize
-from linkcpp.registry.finding_models import load_model_anywhere
+from linkcpp.registry.model_lookup import load_model_anywhere
 
 DEFAULT_CONTEXT_TOKENS = 4096
 BAR_CELLS = 24

@@ -34,8 +34,8 @@ from linkcpp.planning.offers import coordinator_offers, is_usable, require_minim
 from linkcpp.planning.records import MAX_DEVICES, CacheType, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
 from linkcpp.registry.discovering import find_everywhere
-from linkcpp.registry.finding_models import load_model_anywhere
 from linkcpp.registry.hub_location import parse_hub_location
+from linkcpp.registry.model_lookup import load_model_anywhere
 
 app = verb()
 
@@ -130,9 +130,9 @@ def plan(
     counts = None if hot is None else load_counts(hot)
     with working("Looking at the model and the nodes…") as say:
         inventory = load_model_anywhere(model, hub or [])
-        place = parse_hub_location(inventory.source)
-        hub_urls = list(dict.fromkeys([*(hub or []), *([place.hub_url] if place else [])]))
-        if place is not None:
+        at_hub = parse_hub_location(inventory.source)
+        hub_urls = list(dict.fromkeys([*(hub or []), *([at_hub.hub_url] if at_hub else [])]))
+        if at_hub is not None:
             options = _for_hub_model(options, inventory)
         cluster = (
             _read_cluster(nodes) if nodes else _find_cluster(options, node or [], hub_urls, no_mdns)

@@ -32,7 +32,7 @@ from linkcpp.model.slices.writing import (
     write_backbone,
     write_slice,
 )
-from linkcpp.registry.finding_models import require_here
+from linkcpp.registry.model_lookup import require_here
 
 app = verb()
 _MAX_NAMED = 5

@@ -16,7 +16,7 @@ from linkcpp.common.units import format_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.model.slices.segments import Segment, describe, parse_segment
 from linkcpp.model.slices.writing import choose_segments, open_whole_model
-from linkcpp.registry.finding_models import require_here
+from linkcpp.registry.model_lookup import require_here
 from linkcpp.worker.process import WorkerConfig, open_slabs, run_worker
 from linkcpp.worker.slabs import experts_by_layer
 

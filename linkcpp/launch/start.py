@@ -23,7 +23,7 @@ from linkcpp.launch.records import (
 )
 from linkcpp.launch.rendering import templates_folder
 from linkcpp.planning.records import Plan, PlanMode
-from linkcpp.registry.finding_models import is_elsewhere
+from linkcpp.registry.model_lookup import is_elsewhere
 from linkcpp.worker.sampling import DEFAULT_RATE
 
 POLL_SECONDS = 0.1

@@ -19,7 +19,7 @@ class HubLocation(NamedTuple):
     name: str
 
     @property
-    def location(self) -> str:
+    def text(self) -> str:
         """The text that ``parse_hub_location`` reads."""
         return f"{_PREFIX}{self.hub_url.rstrip('/')}#model={self.name}"
 

@@ -15,8 +15,8 @@ from linkcpp.model.slices.hollow import has_no_experts
 from linkcpp.model.slices.writing import open_whole_model
 from linkcpp.planning.documents import check_plan_model
 from linkcpp.planning.records import Plan, PlanMode
-from linkcpp.registry.finding_models import is_elsewhere, require_here
 from linkcpp.registry.hub_location import parse_hub_location
+from linkcpp.registry.model_lookup import is_elsewhere, require_here
 from linkcpp.verify.generation import TextServer, compare_prompt
 from linkcpp.verify.records import PromptReport, VerifyOptions, VerifyReport, WorkerReport
 from linkcpp.verify.reference import reference_log, running_reference

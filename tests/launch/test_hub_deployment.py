@@ -42,7 +42,7 @@ def test_all_weights_come_from_the_hub_and_the_answer_is_that_of_one_process(
     last = min(expert_counts(model).values()) - 1
     path = experts_plan(swarm, model, {HERE: [(0, last)]})
     made = Plan.model_validate_json(path.read_bytes())
-    source = HubLocation(hub.url, "mix").location
+    source = HubLocation(hub.url, "mix").text
     at_hub = made.model_copy(update={"model": made.model.model_copy(update={"source": source})})
     path.write_text(at_hub.model_dump_json())
 

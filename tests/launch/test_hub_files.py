@@ -31,9 +31,9 @@ from linkcpp.node.records import SliceState
 from linkcpp.planning.records import ExpertShare, Plan, PlanMode
 from linkcpp.registry.client import HubClient, joined_client
 from linkcpp.registry.discovering import hub_node_url
-from linkcpp.registry.finding_models import load_model_anywhere
 from linkcpp.registry.hub_location import HubLocation
 from linkcpp.registry.hub_tokens import hub_access
+from linkcpp.registry.model_lookup import load_model_anywhere
 from tests.launch.expert_plans import memory
 from tests.launch.hub_process import HubProcess, hub_process
 from tests.model.test_slices import flip
@@ -56,7 +56,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
 def location(hub: HubProcess) -> str:
     """Where the model is, for this machine, which joined."""
     hub.join()
-    return HubLocation(hub.url, NAME).location
+    return HubLocation(hub.url, NAME).text
 
 
 @pytest.fixture

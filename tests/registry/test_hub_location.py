@@ -10,9 +10,9 @@ from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
 from linkcpp.registry.credentials import HubCredentials, save_credentials
 from linkcpp.registry.discovering import parse_hub_node_url
-from linkcpp.registry.finding_models import load_model_anywhere, require_here
 from linkcpp.registry.hub_location import HubLocation, parse_hub_location
 from linkcpp.registry.keys import make_keys
+from linkcpp.registry.model_lookup import load_model_anywhere, require_here
 from linkcpp.registry.models import NAME_PATTERN
 from linkcpp.registry.records import NodeToken, Role
 
@@ -22,10 +22,10 @@ from linkcpp.registry.records import NodeToken, Role
     name=st.from_regex(NAME_PATTERN, fullmatch=True),
 )
 def test_a_location_leads_back_to_hub_and_name(hub: str, name: str) -> None:
-    place = HubLocation(hub, name)
-    assert parse_hub_location(place.location) == place
-    assert parse_hub_location(HubLocation(hub + "/", name).location) == place
-    assert parse_hub_node_url(place.location) is None
+    at_hub = HubLocation(hub, name)
+    assert parse_hub_location(at_hub.text) == at_hub
+    assert parse_hub_location(HubLocation(hub + "/", name).text) == at_hub
+    assert parse_hub_node_url(at_hub.text) is None
 
 
 @pytest.mark.parametrize("text", ["122B", "model.gguf", "https://hub.example/m.gguf", "hubs/m"])

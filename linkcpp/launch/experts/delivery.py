@@ -13,7 +13,7 @@ from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
 from linkcpp.node.slice_files import slice_id
 from linkcpp.planning.records import ExpertShare
 from linkcpp.registry.discovering import parse_hub_node_url
-from linkcpp.registry.finding_models import name_at_hub
+from linkcpp.registry.model_lookup import name_at_hub
 
 _NOT_FETCHED = ("slice_failed", "slice_busy")
 
@@ -112,14 +112,14 @@ class Delivery:
 
     async def _hub_model(self) -> str | None:
         """Return what the node's hub calls the model, by all that is known here."""
-        place = self._files.hub_place
+        at_hub = self._files.hub_location
         if self._through is not None:
             hub_url, _ = self._through
             # A hub that does not answer now can still be the only one that has it.
             with contextlib.suppress(LinkcppError):
                 if name := await name_at_hub(hub_url, self._files.digest):
                     return name
-        return place.name if place is not None and self._files.full_model is None else None
+        return at_hub.name if at_hub is not None and self._files.full_model is None else None
 
     async def _has_gone(self, way: Way) -> bool:
         try:
@@ -153,8 +153,8 @@ class Delivery:
             raise self._not_from_hub(error) from error
 
     def _not_from_hub(self, error: NodeRefusedError) -> NodeRefusedError:
-        place = self._files.hub_place
-        hub_url = place.hub_url if place else "URL"
+        at_hub = self._files.hub_location
+        hub_url = at_hub.hub_url if at_hub else "URL"
         return NodeRefusedError(
             f"{self._name} did not get its experts from the hub: {error.message}",
             hint=f"See that it joined the hub that has the model (`linkcpp join {hub_url}` there), "

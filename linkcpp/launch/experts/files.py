@@ -27,8 +27,8 @@ from linkcpp.model.slices.verifying import DamagedError, checked_manifest
 from linkcpp.model.slices.writing import backbone_jobs, backbone_paths
 from linkcpp.node.records import SliceId
 from linkcpp.node.slice_files import slice_id
-from linkcpp.registry.finding_models import is_elsewhere
 from linkcpp.registry.hub_location import HubLocation, parse_hub_location
+from linkcpp.registry.model_lookup import is_elsewhere
 from linkcpp.worker.slabs import GgufSlabs
 from linkcpp.worker.store import min_cache_bytes
 
@@ -54,7 +54,7 @@ class ExpertFiles:
     """The model of a deployment as a source of backbone and slices.
 
     ``full_model`` is the file on this machine that has all experts, ``url`` the address at which
-    the model lies on the web, ``hub_place`` where it is at a hub; each may be missing.
+    the model lies on the web, ``hub_location`` where it is at a hub; each may be missing.
     ``min_fallback_bytes`` of memory are needed to compute experts from ``full_model``.
     """
 
@@ -75,7 +75,7 @@ class ExpertFiles:
         self._backbone_paths = backbone_paths(self.folder / "backbone.gguf", part_count)
         self.url = next((text for text in (location, planned_source) if is_url(text)), None)
         places = (parse_hub_location(text) for text in (location, planned_source))
-        self.hub_place: HubLocation | None = next(filter(None, places), None)
+        self.hub_location: HubLocation | None = next(filter(None, places), None)
         is_here = not self._is_hollow and not is_elsewhere(location)
         self.full_model = Path(self._first_file) if is_here else None
         self.min_fallback_bytes = self._min_fallback_bytes()
@@ -95,8 +95,8 @@ class ExpertFiles:
     @property
     def only_hub_url(self) -> str | None:
         """The hub that has the weights, where this machine has none."""
-        place = parse_hub_location(self._location)
-        return place.hub_url if place is not None else None
+        at_hub = parse_hub_location(self._location)
+        return at_hub.hub_url if at_hub is not None else None
 
     @property
     def has_experts(self) -> bool:
@@ -174,7 +174,7 @@ class ExpertFiles:
                 kept = read_kept(self._promise_path(segments))
             return Manifest.model_validate_json(kept) if kept else None
         name = slice_id(self.digest, segments)
-        if self.hub_place is not None and name not in self._promised:
+        if self.hub_location is not None and name not in self._promised:
             self._promised[name] = await asyncio.to_thread(self._ask_promised, segments)
         return self._promised.get(name)
 

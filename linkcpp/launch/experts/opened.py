@@ -12,9 +12,9 @@ from linkcpp.model.slices.hollow import has_no_experts
 from linkcpp.model.slices.manifest import Manifest
 from linkcpp.model.slices.segments import Segment, merge_segments
 from linkcpp.model.slices.writing import open_whole_model, write_backbone, write_slice
-from linkcpp.registry.finding_models import is_elsewhere, opened_at_hub
 from linkcpp.registry.hub_location import parse_hub_location
 from linkcpp.registry.hub_model import HubModel
+from linkcpp.registry.model_lookup import is_elsewhere, opened_at_hub
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def opened_model(location: str) -> Iterator[OpenedModel]:
         LinkcppError: it cannot be read, or is itself a slice; a hub cannot be asked.
     """
     with contextlib.ExitStack() as stack:
-        place = parse_hub_location(location)
-        if place is not None:
-            model = stack.enter_context(opened_at_hub(place))
+        at_hub = parse_hub_location(location)
+        if at_hub is not None:
+            model = stack.enter_context(opened_at_hub(at_hub))
             yield OpenedModel(model.files, at_hub=model)
         else:
             files = stack.enter_context(open_whole_model(location))

@@ -33,9 +33,9 @@ def load_model_anywhere(text: str, hub_urls: Collection[str] = ()) -> ModelInven
     Raises:
         LinkcppError: there is no such model, it cannot be read, or a hub cannot be asked.
     """
-    place = parse_hub_location(text)
-    if place is not None:
-        return _read_at_hub(place)
+    at_hub = parse_hub_location(text)
+    if at_hub is not None:
+        return _read_at_hub(at_hub)
     if not may_be_hub_name(text) or expand_home(Path(text)).is_file():
         return load_model(text)
     if not hub_urls:
@@ -59,10 +59,10 @@ def _load_without_hubs(text: str) -> ModelInventory:
     try:
         return load_model(text)
     except LinkcppError as error:
-        places = [HubLocation(url, text).location for url in _joined_urls()[:_MAX_OFFERED]]
-        if not places:
+        locations = [HubLocation(url, text).text for url in _joined_urls()[:_MAX_OFFERED]]
+        if not locations:
             raise
-        at_hub = f"If a hub has it, name it as {' or '.join(places)}"
+        at_hub = f"If a hub has it, name it as {' or '.join(locations)}"
         raise LinkcppError(error.message, hint=f"{error.hint or ''} {at_hub}".lstrip()) from error
 
 
@@ -96,8 +96,8 @@ def require_here(text: str, verb: str) -> None:
 
 def read_inventory_anywhere(location: str) -> ModelInventory:
     """Take stock of a model at a path, a URL or a hub's location; raises as ``read_inventory``."""
-    place = parse_hub_location(location)
-    return read_inventory(location) if place is None else _read_at_hub(place)
+    at_hub = parse_hub_location(location)
+    return read_inventory(location) if at_hub is None else _read_at_hub(at_hub)
 
 
 def is_elsewhere(location: str) -> bool:
@@ -110,18 +110,18 @@ def is_elsewhere(location: str) -> bool:
 
 
 @contextmanager
-def opened_at_hub(place: HubLocation) -> Iterator[HubModel]:
+def opened_at_hub(at_hub: HubLocation) -> Iterator[HubModel]:
     """Open a hub's model with this machine's own tokens; what was read of headers is kept.
 
     Raises:
         LinkcppError: this machine did not join the hub; as ``HubModel``.
     """
-    folder = hashlib.sha256(place.location.encode()).hexdigest()[:32]
+    folder = hashlib.sha256(at_hub.text.encode()).hexdigest()[:32]
     cache = cache_folder() / "hub-models" / folder
     with (
         hold_folder(cache),
-        hub_access(place.hub_url) as access,
-        HubModel(access, place.name, cache=cache) as model,
+        hub_access(at_hub.hub_url) as access,
+        HubModel(access, at_hub.name, cache=cache) as model,
     ):
         yield model
     clean_cache(cache.parent, _MAX_HEADER_BYTES)
@@ -149,6 +149,6 @@ def _same_name(text: str, names: list[str]) -> str | None:
     return next((name for name in names if name.casefold() == text.casefold()), None)
 
 
-def _read_at_hub(place: HubLocation) -> ModelInventory:
-    with opened_at_hub(place) as model:
-        return inventory_of(model.files, place.location, unnamed=place.name)
+def _read_at_hub(at_hub: HubLocation) -> ModelInventory:
+    with opened_at_hub(at_hub) as model:
+        return inventory_of(model.files, at_hub.text, unnamed=at_hub.name)
