@@ -24,7 +24,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
-from linkcpp.registry.discovering import find_everywhere, parse_hub_node_url
+from linkcpp.registry.hub_discovery import find_everywhere, parse_hub_node_url
 
 _PAUSE_SECONDS = 1.0
 _TABLE_COLUMNS = 80

@@ -33,7 +33,7 @@ from linkcpp.planning.assumed import (
 from linkcpp.planning.offers import coordinator_offers, is_usable, require_minimum
 from linkcpp.planning.records import MAX_DEVICES, CacheType, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
-from linkcpp.registry.discovering import find_everywhere
+from linkcpp.registry.hub_discovery import find_everywhere
 from linkcpp.registry.hub_location import parse_hub_location
 from linkcpp.registry.model_lookup import load_model_anywhere
 

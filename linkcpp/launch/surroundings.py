@@ -26,7 +26,7 @@ from linkcpp.node.connector import NodeConnector
 from linkcpp.planning.documents import check_plan_model
 from linkcpp.planning.offers import is_usable
 from linkcpp.planning.records import Plan, PlanMode
-from linkcpp.registry.discovering import find_everywhere
+from linkcpp.registry.hub_discovery import find_everywhere
 from linkcpp.registry.hub_location import parse_hub_location
 from linkcpp.registry.model_lookup import read_inventory_anywhere
 

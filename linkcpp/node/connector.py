@@ -17,7 +17,7 @@ from linkcpp.link.status import EdgeState, EdgeStatus
 from linkcpp.node.client import EdgePort, NodeClient, NodeUnreachableError, WrongTokenError
 from linkcpp.registry.client import HubClient, joined_client
 from linkcpp.registry.connection import HubError
-from linkcpp.registry.discovering import parse_hub_node_url
+from linkcpp.registry.hub_discovery import parse_hub_node_url
 from linkcpp.registry.keys import load_keys
 from linkcpp.registry.measuring import relay_rtts_ms
 

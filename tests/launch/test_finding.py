@@ -8,8 +8,8 @@ from linkcpp.launch.finding import find_nodes
 from linkcpp.node.client import EdgePort, NodeClient, NodeUnreachableError
 from linkcpp.node.connector import NodeConnector
 from linkcpp.planning.records import Plan
-from linkcpp.registry.discovering import hub_node_url
 from linkcpp.registry.edges import NODE_REVOKED
+from linkcpp.registry.hub_discovery import hub_node_url
 from tests.cluster.peers import TOKEN, Peer, node_record, served
 from tests.launch.plans import layers_plan
 

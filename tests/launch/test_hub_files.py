@@ -30,7 +30,7 @@ from linkcpp.model.slices.writing import write_backbone
 from linkcpp.node.records import SliceState
 from linkcpp.planning.records import ExpertShare, Plan, PlanMode
 from linkcpp.registry.client import HubClient, joined_client
-from linkcpp.registry.discovering import hub_node_url
+from linkcpp.registry.hub_discovery import hub_node_url
 from linkcpp.registry.hub_location import HubLocation
 from linkcpp.registry.hub_tokens import hub_access
 from linkcpp.registry.model_lookup import load_model_anywhere

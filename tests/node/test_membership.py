@@ -14,8 +14,8 @@ from linkcpp.link.offers import EdgeEndedError, HubOffers
 from linkcpp.node import membership
 from linkcpp.node.membership import Membership, has_news
 from linkcpp.registry.connection import HubRefusedError
-from linkcpp.registry.discovering import describe_registered
 from linkcpp.registry.edges import NODE_GONE, EdgeRequest
+from linkcpp.registry.hub_discovery import describe_registered
 from linkcpp.registry.records import NodeState, Presence, RegisteredNode, Role
 from tests.cluster.peers import COORDINATOR, fingerprint, node_record
 from tests.hub.hubs import Machine, RunningHub, node_state, running_hub

@@ -7,7 +7,7 @@ import pytest
 from linkcpp.cli.discover import Where, render
 from linkcpp.cluster.discovery import Discovery
 from linkcpp.cluster.records import DiscoveredNode, LinkSpeed, NodeId, NodeRecord, NodeStatus
-from linkcpp.registry.discovering import (
+from linkcpp.registry.hub_discovery import (
     describe_registered,
     hub_node_url,
     parse_hub_node_url,
