@@ -19,7 +19,7 @@ from linkcpp.registry.client import HubClient, joined_client
 from linkcpp.registry.connection import HubError
 from linkcpp.registry.hub_discovery import parse_hub_node_url
 from linkcpp.registry.keys import load_keys
-from linkcpp.registry.measuring import relay_rtts_ms
+from linkcpp.registry.relay_rtt import relay_rtts_ms
 
 
 class NodeConnector:

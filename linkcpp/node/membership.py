@@ -18,8 +18,8 @@ from linkcpp.registry.client import HubClient
 from linkcpp.registry.connection import HubError, HubRefusedError
 from linkcpp.registry.edges import CloseEvent, EdgeEvent, EdgeOffer, HubEvent, ProbeEvent
 from linkcpp.registry.fields import MAX_EDGES_PER_NODE
-from linkcpp.registry.measuring import relay_rtts_ms
 from linkcpp.registry.records import HEARTBEAT_SECONDS, Heartbeat, HeldUnits, NodeState
+from linkcpp.registry.relay_rtt import relay_rtts_ms
 
 MEASURE_SECONDS = 120.0
 

@@ -16,8 +16,8 @@ from linkcpp.common.text import printable
 from linkcpp.engine.records import Engine
 from linkcpp.registry.client import HubClient, joined_client
 from linkcpp.registry.connection import HubError
-from linkcpp.registry.measuring import relay_rtts_ms
 from linkcpp.registry.records import NodeList, Presence, RegisteredNode, Role
+from linkcpp.registry.relay_rtt import relay_rtts_ms
 
 _PREFIX = "hub+"
 _URL = re.compile(r"hub\+(?P<hub>https?://[^\s#]+)#(?P<node>[0-9a-f-]{36})")

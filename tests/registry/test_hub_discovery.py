@@ -13,8 +13,8 @@ from linkcpp.registry.hub_discovery import (
     parse_hub_node_url,
     with_hub_nodes,
 )
-from linkcpp.registry.measuring import health_url
 from linkcpp.registry.records import NodeList, NodeState, Presence, RegisteredNode, Role
+from linkcpp.registry.relay_rtt import health_url
 from tests.cluster.peers import COORDINATOR, fingerprint, node_record
 
 HUB = "https://hub.example"
