@@ -2,7 +2,7 @@
 
 uvicorn gives a client any time to send its headers; here a connection that does not bring a whole
 request head in time is dropped. Beyond a bound on connections the oldest unfinished ones of whoever
-has the most go, so that those who have a token find room (``linkcpp.common.strangers``).
+has the most go, so that those who have a token find room (``linkcpp.common.eviction``).
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from uvicorn.server import ServerState
 
 from linkcpp.common.access import LET_IN
 from linkcpp.common.descriptors import is_near_descriptor_limit, raise_descriptor_limit
+from linkcpp.common.eviction import ConnectionInfo, ConnectionLimits, connection_to_evict
 from linkcpp.common.records import ErrorBody
 from linkcpp.common.request_ids import REQUEST_ID_HEADER, choose_request_id
 from linkcpp.common.request_log import note_refusal, request_id_of
 from linkcpp.common.sockets import tune_transport
-from linkcpp.common.strangers import Room, Visitor, who_makes_room
 
 HEAD_DEADLINE_SECONDS = 10.0
 MAX_HEAD_BYTES = 16 * 1024
@@ -81,13 +81,13 @@ class BoundedHttpProtocol(H11Protocol):
         return is_near_limit or len(self.connections) > self.max_connections
 
     def _make_room(self) -> None:
-        room = Room(self.max_strangers, self.max_strangers // STRANGERS_SHARE)
-        _drop_one(self._strangers, room)
+        limits = ConnectionLimits(self.max_strangers, self.max_strangers // STRANGERS_SHARE)
+        _drop_one(self._strangers, limits)
 
     def _make_room_at_once(self) -> None:
-        nobody = Room(0, self.max_connections)
+        none_left = ConnectionLimits(0, self.max_connections)
         waiting = {each for each in self._all_http() if each.is_waiting}
-        if not (_drop_one(self._strangers, nobody) or _drop_one(waiting, nobody)):
+        if not (_drop_one(self._strangers, none_left) or _drop_one(waiting, none_left)):
             self.drop()
 
     def _all_http(self) -> "Iterator[BoundedHttpProtocol]":
@@ -106,9 +106,9 @@ class BoundedHttpProtocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     @property
-    def visitor(self) -> Visitor:
+    def info(self) -> ConnectionInfo:
         """What a choice of whom to drop is made by."""
-        return Visitor(self._number, self.client[0] if self.client else "", self.is_waiting)
+        return ConnectionInfo(self._number, self.client[0] if self.client else "", self.is_waiting)
 
     def data_received(self, data: bytes) -> None:
         """Read a piece of a request."""
@@ -183,11 +183,11 @@ class BoundedHttpProtocol(H11Protocol):
         self.transport.abort()
 
 
-def _drop_one(among: set[BoundedHttpProtocol], room: Room) -> bool:
-    visitors = {each.visitor: each for each in among}
-    chosen = who_makes_room(visitors, room)
+def _drop_one(among: set[BoundedHttpProtocol], limits: ConnectionLimits) -> bool:
+    by_info = {each.info: each for each in among}
+    chosen = connection_to_evict(by_info, limits)
     if chosen is not None:
-        visitors[chosen].drop()
+        by_info[chosen].drop()
     return chosen is not None
 
 

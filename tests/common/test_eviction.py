@@ -3,20 +3,21 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linkcpp.common.strangers import Room, Visitor, who_makes_room
+from linkcpp.common.eviction import ConnectionInfo, ConnectionLimits, connection_to_evict
 
-ROOM = Room(strangers=4, strangers_of_address=2)
+LIMITS = ConnectionLimits(strangers=4, strangers_of_address=2)
 LAN, WAN, OTHER = "192.168.1.5", "8.8.8.8", "9.9.9.9"
 
 
-def visitors(*hosts: str, busy: tuple[int, ...] = ()) -> list[Visitor]:
+def connections(*hosts: str, busy: tuple[int, ...] = ()) -> list[ConnectionInfo]:
     return [
-        Visitor(number, host, is_waiting=number not in busy) for number, host in enumerate(hosts)
+        ConnectionInfo(number, host, is_waiting=number not in busy)
+        for number, host in enumerate(hosts)
     ]
 
 
 def dropped(*hosts: str, busy: tuple[int, ...] = ()) -> int | None:
-    chosen = who_makes_room(visitors(*hosts, busy=busy), ROOM)
+    chosen = connection_to_evict(connections(*hosts, busy=busy), LIMITS)
     return chosen.number if chosen else None
 
 
@@ -54,11 +55,11 @@ ATTACK = st.lists(st.sampled_from([LAN, WAN, "127.0.0.1"]), min_size=1, max_size
 
 @given(ATTACK)
 def test_whoever_has_one_connection_keeps_it_whatever_others_do(hosts: list[str]) -> None:
-    known = [Visitor(0, OTHER, is_waiting=True)]
+    known = [ConnectionInfo(0, OTHER, is_waiting=True)]
     for number, host in enumerate(hosts, start=1):
-        known.append(Visitor(number, host, is_waiting=True))
-        if (chosen := who_makes_room(known, ROOM)) is not None:
+        known.append(ConnectionInfo(number, host, is_waiting=True))
+        if (chosen := connection_to_evict(known, LIMITS)) is not None:
             known.remove(chosen)
-        assert len(known) <= ROOM.strangers
+        assert len(known) <= LIMITS.strangers
     assert known[0].host == OTHER
     assert known[-1].number == len(hosts)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from linkcpp.common.callers import network_of
 
 
-class Visitor(NamedTuple):
+class ConnectionInfo(NamedTuple):
     """A connection, by the order in which it came.
 
     ``is_waiting``: nothing is done for it, since the head of its (next) request is not whole.
@@ -23,7 +23,7 @@ class Visitor(NamedTuple):
     is_waiting: bool
 
 
-class Room(NamedTuple):
+class ConnectionLimits(NamedTuple):
     """How many strangers there may be, and how many of one address.
 
     An address that many may share, as behind a proxy, has no bound of its own: what is private.
@@ -33,23 +33,25 @@ class Room(NamedTuple):
     strangers_of_address: int
 
 
-def who_makes_room(strangers: Iterable[Visitor], room: Room) -> Visitor | None:
+def connection_to_evict(
+    strangers: Iterable[ConnectionInfo], limits: ConnectionLimits
+) -> ConnectionInfo | None:
     """Return the stranger whose connection has to go, ``None`` while there is room.
 
     It is one of the address that has too many, else of the one that has the most; of those the
     oldest that waits, else the oldest. The newest stays: it had no time to show what it has.
     """
     by_age = sorted(strangers)
-    addresses = {visitor.number: network_of(visitor.host) for visitor in by_age}
+    addresses = {each.number: network_of(each.host) for each in by_age}
     counts = Counter(addresses.values())
     crowded = {
-        addresses[visitor.number]
-        for visitor in by_age
-        if counts[addresses[visitor.number]] > room.strangers_of_address
-        and not _may_be_shared(visitor.host)
+        addresses[each.number]
+        for each in by_age
+        if counts[addresses[each.number]] > limits.strangers_of_address
+        and not _may_be_shared(each.host)
     }
     if not crowded:
-        if len(by_age) <= room.strangers:
+        if len(by_age) <= limits.strangers:
             return None
         most = max(counts.values())
         crowded = {address for address, count in counts.items() if count == most}
