@@ -20,8 +20,8 @@ from linkcpp.node.limits import RefusedError
 from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
 from linkcpp.node.slice_fetch import Fetch, HubTokens, TooLargeError
 from linkcpp.node.slice_files import file_pieces, manifest_segments, slice_id
+from linkcpp.node.slice_quota import SliceQuota
 from linkcpp.node.slice_receiver import Receiver
-from linkcpp.node.slice_room import Room
 from linkcpp.node.stored_slice import (
     FILE_NAME,
     REQUEST_NAME,
@@ -61,7 +61,7 @@ class SliceStore:
         self._folder = folder
         self._log_folder = log_folder
         self._slices: dict[SliceId, StoredSlice] = {}
-        self._room = Room(folder, limit_bytes, self._slices)
+        self._quota = SliceQuota(folder, limit_bytes, self._slices)
         self._fetching = asyncio.Lock()
         self._tasks: dict[SliceId, asyncio.Task[None]] = {}
         self._is_closing = False
@@ -83,11 +83,11 @@ class SliceStore:
 
     def offered_bytes(self) -> int:
         """How large one more slice may be; unused ones give way to it."""
-        return self._room.offered_bytes()
+        return self._quota.offered_bytes()
 
     def room_bytes(self) -> int:
         """How much of the disk the slices of a deployment may take; those nobody uses give way."""
-        return self._room.room_bytes()
+        return self._quota.room_bytes()
 
     async def show(self, name: SliceId) -> SliceRecord:
         """Tell how one slice stands; ``received_bytes`` is where an upload goes on.
@@ -330,8 +330,8 @@ class SliceStore:
         Raises:
             RefusedError: it would not fit without all of them.
         """
-        self._room.check(size_bytes, kept)
-        while (item := self._room.first_to_go(size_bytes, kept)) is not None:
+        self._quota.check(size_bytes, kept)
+        while (item := self._quota.first_to_go(size_bytes, kept)) is not None:
             _log.info("the slice %s was not used for long and makes room", item.slice_id)
             await self.delete(item.slice_id)
 
@@ -368,7 +368,7 @@ class SliceStore:
         log_path = self._log_folder / f"{item.slice_id}.log"
         fetch = Fetch(request, item.path, log_path, self.hub)
         before = item.transferred_bytes
-        async for news in fetch.run(self._room.free_bytes() + item.received_bytes):
+        async for news in fetch.run(self._quota.free_bytes() + item.received_bytes):
             item.file_bytes = news.file_bytes or item.file_bytes
             item.received_bytes = news.received_bytes or item.received_bytes
             item.transferred_bytes = before + news.transferred_bytes

@@ -17,7 +17,7 @@ from linkcpp.engine.records import EngineLocation
 from linkcpp.model.cursor import FIRST_CHUNK_BYTES
 from linkcpp.model.slices.manifest import manifest_path, read_manifest
 from linkcpp.model.slices.verifying import verify_file
-from linkcpp.node import slice_room, slice_routes
+from linkcpp.node import slice_quota, slice_routes
 from linkcpp.node.agent import AgentOptions
 from linkcpp.node.client import NodeClient, NodeRefusedError
 from linkcpp.node.records import SliceId, SliceRecord, SliceState
@@ -326,7 +326,7 @@ async def test_slices_that_nobody_used_for_long_give_way_to_new_ones(
         # Each was used just now, so none gives way.
         with pytest.raises(NodeRefusedError, match="left for slices"):
             await node.client.send_slice(pieces[3].path)
-        monkeypatch.setattr(slice_room, "KEPT_SECONDS", -1e9)
+        monkeypatch.setattr(slice_quota, "KEPT_SECONDS", -1e9)
         for name, seconds in ((old, 2e9), (older, 1e9), (used, 5e8)):
             os.utime(file_of(name).parent, (seconds, seconds))
         node.agent.slices.get(used).user_count = 1
@@ -353,7 +353,7 @@ async def test_slices_that_nobody_used_for_long_give_way_to_new_ones(
 async def test_a_disk_with_little_room_takes_no_slice(
     node: RunningAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slice_room, "RESERVE_BYTES", 2**62)
+    monkeypatch.setattr(slice_quota, "RESERVE_BYTES", 2**62)
     with pytest.raises(NodeRefusedError) as error:
         await node.client.send_slice(cut_here(tmp_path, (0, 0, 0)).path)
     assert error.value.code == "insufficient_storage"

@@ -18,7 +18,7 @@ KEPT_SECONDS = 60.0
 _AT_REST = (SliceState.READY, SliceState.FAILED, SliceState.RECEIVING)
 
 
-class Room:
+class SliceQuota:
     """What is left for slices. The least recently used ones give way where no worker uses them."""
 
     def __init__(
