@@ -20,7 +20,7 @@ _STILL_SHARE = 0.002
 
 
 @dataclass(frozen=True)
-class Sight:
+class LivenessSample:
     """A program at one moment.
 
     ``is_stopped``: it was stopped by a signal. ``is_silent``: it was asked and did not answer.
@@ -32,7 +32,7 @@ class Sight:
     is_silent: bool = False
 
 
-class Life(StrEnum):
+class Liveness(StrEnum):
     """What is to be thought of a program."""
 
     FINE = "fine"
@@ -44,39 +44,41 @@ class Life(StrEnum):
 class Verdict:
     """A verdict, and in a clause why the program counts as hung."""
 
-    life: Life
+    liveness: Liveness
     reason: str = ""
 
 
-def judge(sights: Sequence[Sight]) -> Verdict:
+def judge(samples: Sequence[LivenessSample]) -> Verdict:
     """Judge a program by what was seen of it, the oldest first."""
-    seen = _since_the_last_gap(sights)
-    stopped = _lasting(seen, lambda sight: sight.is_stopped)
-    silent = _lasting(seen, lambda sight: sight.is_silent)
+    seen = _since_the_last_gap(samples)
+    stopped = _lasting(seen, lambda sample: sample.is_stopped)
+    silent = _lasting(seen, lambda sample: sample.is_silent)
     if (seconds := _duration(stopped)) >= STOPPED_SECONDS:
-        return Verdict(Life.HUNG, f"a signal stopped it {seconds:.0f} s ago")
+        return Verdict(Liveness.HUNG, f"a signal stopped it {seconds:.0f} s ago")
     if (seconds := _duration(silent)) >= SILENT_SECONDS and _is_still(silent):
-        return Verdict(Life.HUNG, f"it has neither answered nor computed for {seconds:.0f} s")
-    return Verdict(Life.SUSPECT if stopped or silent else Life.FINE)
+        return Verdict(Liveness.HUNG, f"it has neither answered nor computed for {seconds:.0f} s")
+    return Verdict(Liveness.SUSPECT if stopped or silent else Liveness.FINE)
 
 
-def _since_the_last_gap(sights: Sequence[Sight]) -> Sequence[Sight]:
-    for index in range(len(sights) - 1, 0, -1):
-        if sights[index].at_seconds - sights[index - 1].at_seconds > MAX_GAP_SECONDS:
-            return sights[index:]
-    return sights
+def _since_the_last_gap(samples: Sequence[LivenessSample]) -> Sequence[LivenessSample]:
+    for index in range(len(samples) - 1, 0, -1):
+        if samples[index].at_seconds - samples[index - 1].at_seconds > MAX_GAP_SECONDS:
+            return samples[index:]
+    return samples
 
 
-def _lasting(sights: Sequence[Sight], is_so: Callable[[Sight], bool]) -> Sequence[Sight]:
-    """Return the sights at the end of which something is so."""
-    first = next((i + 1 for i in reversed(range(len(sights))) if not is_so(sights[i])), 0)
-    return sights[first:]
+def _lasting(
+    samples: Sequence[LivenessSample], is_so: Callable[[LivenessSample], bool]
+) -> Sequence[LivenessSample]:
+    """Return the samples at the end of which something is so."""
+    first = next((i + 1 for i in reversed(range(len(samples))) if not is_so(samples[i])), 0)
+    return samples[first:]
 
 
-def _duration(sights: Sequence[Sight]) -> float:
-    return sights[-1].at_seconds - sights[0].at_seconds if sights else 0.0
+def _duration(samples: Sequence[LivenessSample]) -> float:
+    return samples[-1].at_seconds - samples[0].at_seconds if samples else 0.0
 
 
-def _is_still(sights: Sequence[Sight]) -> bool:
-    used = sights[-1].cpu_seconds - sights[0].cpu_seconds
-    return used <= _STILL_SHARE * _duration(sights)
+def _is_still(samples: Sequence[LivenessSample]) -> bool:
+    used = samples[-1].cpu_seconds - samples[0].cpu_seconds
+    return used <= _STILL_SHARE * _duration(samples)

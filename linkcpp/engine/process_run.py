@@ -12,14 +12,14 @@ from typing import Self
 
 import psutil
 
-from linkcpp.engine.liveness import Life, Sight, judge
+from linkcpp.engine.liveness import Liveness, LivenessSample, judge
 from linkcpp.engine.process_spec import ProcessSpec, clean_line
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _READ_BYTES = 1 << 16
 _MAX_LINE_CHARACTERS = 1 << 14
 # More than the longest time that it takes to call a program hung.
-_MAX_SIGHTS = 256
+_MAX_SAMPLES = 256
 # The program sees a terminal, but its output goes to a file; and an abort of ggml would start a
 # debugger, whose words bury the reason.
 _QUIET = {"TERM": "dumb", "NO_COLOR": "1", "GGML_NO_BACKTRACE": "1"}
@@ -112,18 +112,18 @@ async def wait_until_hung(
     ``probe`` asks the program something that it answers at once, whatever else it does, and tells
     whether it did; without one only the system is asked.
     """
-    sights: deque[Sight] = deque(maxlen=_MAX_SIGHTS)
+    samples: deque[LivenessSample] = deque(maxlen=_MAX_SAMPLES)
     while True:
         is_silent = probe is not None and not await probe()
-        if (sight := _sight_of(pid, is_silent=is_silent)) is not None:
-            sights.append(sight)
-            verdict = judge(tuple(sights))
-            if verdict.life is Life.HUNG:
+        if (sample := _sample_of(pid, is_silent=is_silent)) is not None:
+            samples.append(sample)
+            verdict = judge(tuple(samples))
+            if verdict.liveness is Liveness.HUNG:
                 return verdict.reason
         await asyncio.sleep(look_seconds)
 
 
-def _sight_of(pid: int, *, is_silent: bool) -> Sight | None:
+def _sample_of(pid: int, *, is_silent: bool) -> LivenessSample | None:
     """Return what the system tells of a process; ``None`` where it is gone, or hidden."""
     try:
         process = psutil.Process(pid)
@@ -133,7 +133,7 @@ def _sight_of(pid: int, *, is_silent: bool) -> Sight | None:
     except psutil.Error:
         return None
     used = times.user + times.system
-    return Sight(time.monotonic(), used, is_stopped=is_stopped, is_silent=is_silent)
+    return LivenessSample(time.monotonic(), used, is_stopped=is_stopped, is_silent=is_silent)
 
 
 def listens_on(pid: int, port: int) -> bool | None:
