@@ -16,9 +16,9 @@ from linkcpp.cli.own_command import print_own_unit
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import node_url
 from linkcpp.cluster.identity import Identity
-from linkcpp.cluster.once import write_once
 from linkcpp.common.descriptors import raise_descriptor_limit
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_once
 from linkcpp.common.installation import needing_extra
 from linkcpp.common.logs import log_as_json
 from linkcpp.common.paths import data_folder

@@ -3,9 +3,9 @@
 import socket
 import uuid
 
-from linkcpp.cluster.once import write_once
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_once
 from linkcpp.common.paths import state_folder
 from linkcpp.common.records import Record
 from linkcpp.common.text import printable

@@ -21,13 +21,12 @@ from linkcpp.cluster.addresses import host_of
 from linkcpp.cluster.candidates import Candidate, Finding, Probe
 from linkcpp.cluster.config import node_url
 from linkcpp.cluster.records import Health, LinkSpeed, NodeRecord
-from linkcpp.cluster.text import printable_json
 from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
 from linkcpp.common.http_client import PROXY_STATUSES
 from linkcpp.common.network_errors import in_words
 from linkcpp.common.records import WireRecord
 from linkcpp.common.request_ids import request_id_headers
-from linkcpp.common.text import printable
+from linkcpp.common.text import printable, printable_json
 
 # A node that computes with all its cores answers late.
 PROBE_SECONDS = 3.0

@@ -14,9 +14,8 @@ import secrets
 import stat
 from pathlib import Path
 
-from linkcpp.cluster.once import write_once
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.files import write_atomically
+from linkcpp.common.files import write_atomically, write_once
 from linkcpp.common.paths import config_folder
 from linkcpp.common.text import shell_command
 

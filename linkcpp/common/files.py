@@ -5,6 +5,7 @@ What linkcpp keeps is its owner's alone; a file that a person named is as the pe
 
 import contextlib
 import os
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -90,3 +91,29 @@ def write_atomically(path: Path, content: bytes | str, *, mode: int = OWNERS_MOD
             f"Cannot write {path}: {error.strerror or error}.",
             hint="Free some space or choose another folder.",
         ) from error
+
+
+def write_once(path: Path, content: str, *, mode: int = OWNERS_MODE) -> bool:
+    """Write ``path`` unless it exists; tell whether this call wrote it.
+
+    Of several processes that try at the same time exactly one wins, and the file is whole from the
+    moment it has its name.
+
+    Raises:
+        LinkcppError: the disk is full, or the folder cannot be written.
+    """
+    with contextlib.suppress(OSError):  # what makes it unusable is told by the attempt to write
+        if path.exists():
+            return False
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    write_atomically(draft, content, mode=mode)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    except OSError:
+        # Android and some network file systems know no hard links; there the last one wins.
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return True

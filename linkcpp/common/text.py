@@ -5,7 +5,10 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
+from pydantic import JsonValue
+
 MAX_NAME_CHARACTERS = 64
+_MAX_TEXT_CHARACTERS = 512
 
 
 def did_you_mean(word: str, known: Iterable[str], *, form: str = "{}") -> str:
@@ -26,6 +29,20 @@ def printable(text: str, limit: int = MAX_NAME_CHARACTERS) -> str:
     """
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
     return cut if cut.isprintable() else "".join(map(_shown, cut))
+
+
+def printable_json(value: JsonValue) -> JsonValue:
+    """Make every string in a JSON value ``printable``, keys included."""
+    if isinstance(value, str):
+        return printable(value, _MAX_TEXT_CHARACTERS)
+    if isinstance(value, list):
+        return [printable_json(item) for item in value]
+    if isinstance(value, dict):
+        return {
+            printable(key, _MAX_TEXT_CHARACTERS): printable_json(item)
+            for key, item in value.items()
+        }
+    return value
 
 
 def printable_lines(text: str) -> str:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import ValidationError
 
-from linkcpp.cluster.once import write_once
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_once
 from linkcpp.common.records import Record
 from linkcpp.registry.encoding import decode, encode
 from linkcpp.registry.fields import MachineId, PublicKey

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from linkcpp.cluster.once import write_once
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.files import write_atomically
+from linkcpp.common.files import write_atomically, write_once
 from linkcpp.common.paths import config_folder
 from linkcpp.common.records import Record
 from linkcpp.common.text import printable

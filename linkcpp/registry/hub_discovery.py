@@ -10,9 +10,8 @@ from linkcpp.cluster.findings import usability
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.measure import this_machine
 from linkcpp.cluster.records import DiscoveredNode, LinkSpeed, NodeId, NodeRecord, NodeStatus
-from linkcpp.cluster.text import printable_json
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.text import printable
+from linkcpp.common.text import printable, printable_json
 from linkcpp.engine.records import Engine
 from linkcpp.registry.client import HubClient, joined_client
 from linkcpp.registry.connection import HubError

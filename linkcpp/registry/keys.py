@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from pydantic import ValidationError
 
-from linkcpp.cluster.once import write_once
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.files import write_once
 from linkcpp.common.paths import config_folder
 from linkcpp.common.records import Record
 from linkcpp.registry.encoding import decode, encode
