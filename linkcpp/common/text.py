@@ -4,8 +4,11 @@ import difflib
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pydantic import JsonValue
+if TYPE_CHECKING:
+    # Every start of `linkcpp` imports this module, and pydantic takes long to import.
+    from pydantic import JsonValue
 
 MAX_NAME_CHARACTERS = 64
 _MAX_TEXT_CHARACTERS = 512
@@ -31,7 +34,7 @@ def printable(text: str, limit: int = MAX_NAME_CHARACTERS) -> str:
     return cut if cut.isprintable() else "".join(map(_shown, cut))
 
 
-def printable_json(value: JsonValue) -> JsonValue:
+def printable_json(value: "JsonValue") -> "JsonValue":
     """Make every string in a JSON value ``printable``, keys included."""
     if isinstance(value, str):
         return printable(value, _MAX_TEXT_CHARACTERS)
