@@ -15,8 +15,8 @@ from linkcpp.common.request_ids import current_request_id
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec
 from linkcpp.model.web_source import TOKEN_VARIABLE
-from linkcpp.node.fetching import FetchConfig, FetchNews
 from linkcpp.node.records import SliceRequest
+from linkcpp.node.slice_fetcher import FetchConfig, FetchNews
 from linkcpp.registry.secret_file import SECRET_MODE
 
 RENEW_SECONDS: Final = 10.0
@@ -100,7 +100,7 @@ class Fetch:
         await asyncio.to_thread(write_atomically, path, config.model_dump_json(), mode=SECRET_MODE)
         spec = ProcessSpec(
             name="the fetching of a slice",
-            argv=(sys.executable, "-P", "-m", "linkcpp.node.fetching", str(path)),
+            argv=(sys.executable, "-P", "-m", "linkcpp.node.slice_fetcher", str(path)),
             log_path=self._log_path,
             # Somebody else chose the address: the owner's token must not go there.
             environment={TOKEN_VARIABLE: ""},

@@ -112,7 +112,7 @@ def fetching_programs() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         words = process.cmdline()
-        if "linkcpp.node.fetching" in words and "keeper" not in " ".join(words[:4]):
+        if "linkcpp.node.slice_fetcher" in words and "keeper" not in " ".join(words[:4]):
             found.append(process)
     return found
 

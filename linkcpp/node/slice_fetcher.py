@@ -1,4 +1,4 @@
-"""The program that fetches a slice for an agent: ``python -m linkcpp.node.fetching CONFIG.json``.
+"""The program that fetches a slice for an agent: ``python -m linkcpp.node.slice_fetcher CONFIG``.
 
 A program of its own, so that hashing does not delay the bridges of the agent, and a server that
 does not answer any more can be left at once. It prints one ``FetchNews`` a line.
