@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.threaded import ThreadedServer
+from linkcpp.common.threaded_server import ThreadedServer
 from linkcpp.dispatch.memory import RequestError
 from linkcpp.dispatch.session import Session
 from linkcpp.dispatch.shared_device import SharedDevice

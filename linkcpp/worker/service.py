@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.threaded import ThreadedServer
+from linkcpp.common.threaded_server import ThreadedServer
 from linkcpp.engine.rpc_socket import block_in_kernel, send_all
 from linkcpp.engine.wire import WireError
 from linkcpp.worker.chain import KeyedChain

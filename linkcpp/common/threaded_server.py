@@ -21,9 +21,11 @@ class ThreadedServer:
     the closing to the server.
     """
 
-    def __init__(self, serve_peer: Serve, most: int, refuse: Serve | None = None) -> None:
+    def __init__(
+        self, serve_peer: Serve, max_connections: int, refuse: Serve | None = None
+    ) -> None:
         self._serve_peer = serve_peer
-        self._most = most
+        self._max_connections = max_connections
         self._refuse = refuse
         self._peers: set[socket.socket] = set()
         # In the order in which they came.
@@ -72,7 +74,7 @@ class ThreadedServer:
 
     def _admit(self, peer: socket.socket) -> bool:
         with self._lock:
-            if len(self._peers) >= self._most:
+            if len(self._peers) >= self._max_connections:
                 if not self._strangers:
                     return False
                 oldest = next(iter(self._strangers))

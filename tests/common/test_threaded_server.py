@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from linkcpp.common.threaded import ThreadedServer
+from linkcpp.common.threaded_server import ThreadedServer
 
 MAX_CONNECTIONS = 4
 KNOWN = b"known"
