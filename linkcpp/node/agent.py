@@ -27,7 +27,7 @@ from linkcpp.node.app import create_app
 from linkcpp.node.connection import PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS
 from linkcpp.node.joining import Joining
 from linkcpp.node.limits import AGENT_BYTES, WORK_BYTES, promised
-from linkcpp.node.managed import resident_bytes
+from linkcpp.node.managed_program import resident_bytes
 from linkcpp.node.membership import Membership
 from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
 from linkcpp.node.servers import ServerManager

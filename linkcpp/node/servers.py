@@ -14,13 +14,13 @@ from linkcpp.engine.guard import MemoryAccount
 from linkcpp.engine.records import Engine
 from linkcpp.engine.rpc_server import start_rpc_server
 from linkcpp.node.limits import RefusedError, check_request, max_data_bytes
-from linkcpp.node.managed import Managed, Manager, cap_memory
+from linkcpp.node.managed_program import ManagedProgram, ProgramManager, cap_memory
 from linkcpp.node.records import ServerId, ServerRecord, ServerRequest, ServerState
 
 _log = logging.getLogger(__name__)
 
 
-class ManagedServer(Managed):
+class ManagedServer(ManagedProgram):
     """One rpc-server, from the request to its end."""
 
     def __init__(self, request: ServerRequest, overhead_bytes: int, log_folder: Path) -> None:
@@ -52,7 +52,7 @@ class ManagedServer(Managed):
         )
 
 
-class ServerManager(Manager[ManagedServer]):
+class ServerManager(ProgramManager[ManagedServer]):
     """Starts rpc-servers within what the node offers.
 
     ``describe`` tells what the devices offer, given what is promised now; ``promising`` is held

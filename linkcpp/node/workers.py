@@ -28,7 +28,7 @@ from linkcpp.node.limits import (
     max_data_bytes,
     worker_memory_bytes,
 )
-from linkcpp.node.managed import Managed, Manager, cap_memory, resident_bytes
+from linkcpp.node.managed_program import ManagedProgram, ProgramManager, cap_memory, resident_bytes
 from linkcpp.node.records import (
     NewWorker,
     ServerState,
@@ -54,7 +54,7 @@ _IDLE_PROGRAM = "import linkcpp.worker.process, signal; print('ready', flush=Tru
 _log = logging.getLogger(__name__)
 
 
-class ManagedWorker(Managed):
+class ManagedWorker(ManagedProgram):
     """One expert worker, from the request to its end."""
 
     def __init__(
@@ -118,7 +118,7 @@ class ManagedWorker(Managed):
         )
 
 
-class WorkerManager(Manager[ManagedWorker]):
+class WorkerManager(ProgramManager[ManagedWorker]):
     """Starts workers within what the node offers.
 
     ``describe`` and ``promising`` are as in ``ServerManager``; ``server_overhead_bytes`` is what

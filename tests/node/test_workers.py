@@ -22,7 +22,7 @@ from linkcpp.engine.records import EngineLocation
 from linkcpp.model.slices.segments import merge_segments
 from linkcpp.node.agent import AgentOptions
 from linkcpp.node.client import NodeClient, NodeRefusedError
-from linkcpp.node.managed import resident_bytes
+from linkcpp.node.managed_program import resident_bytes
 from linkcpp.node.records import (
     WORKER_SCRATCH_BYTES,
     BridgeCloseCode,

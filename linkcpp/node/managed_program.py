@@ -35,7 +35,7 @@ class Holding(NamedTuple):
     resident_bytes: int
 
 
-class Managed:
+class ManagedProgram:
     """One program, from the request to its end. ``what`` names its kind for people."""
 
     def __init__(
@@ -125,10 +125,10 @@ class Managed:
         return code, self.detail or f"the {self.what} ended"
 
 
-M = TypeVar("M", bound=Managed)
+M = TypeVar("M", bound=ManagedProgram)
 
 
-class Manager(Generic[M]):
+class ProgramManager(Generic[M]):
     """Keeps programs of one kind, and ends them when nobody wants them any more.
 
     ``max_bridges`` is how many clients one program serves at a time.
