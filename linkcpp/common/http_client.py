@@ -38,20 +38,20 @@ _R = TypeVar("_R", bound=Record)
 class RemoteService(Generic[_E]):
     """A service as people are told of it: its kind, such as ``hub``, and where it is.
 
-    Where it does not answer, or is something else, an ``unreachable_error`` is made; ``way_out``
+    Where it does not answer, or is something else, an ``unreachable_error`` is made; ``hint``
     says what to look at then.
     """
 
     kind: str
     url: str
-    way_out: str
+    hint: str
     unreachable_error: type[_E]
 
     def unreachable(self, error: Exception) -> _E:
         """Say in words that there was no answer."""
         return self.unreachable_error(
             f"The {self.kind} at {self.url} cannot be reached: {in_words(error)}.",
-            hint=self.way_out,
+            hint=self.hint,
             code="unreachable",
         )
 
@@ -68,12 +68,12 @@ class RemoteService(Generic[_E]):
                 raise self.unreachable_error(
                     f"The {self.kind} at {self.url} cannot be reached: a proxy on the way answers "
                     f"with HTTP status {status}, as it does while the {self.kind} is down.",
-                    hint=self.way_out,
+                    hint=self.hint,
                     code="unreachable",
                 ) from None
             raise self.unreachable_error(
                 f"What answers at {self.url} is not a linkcpp {self.kind} (HTTP status {status}).",
-                hint=self.way_out,
+                hint=self.hint,
                 code=f"not_a_{self.kind}",
             ) from None
         return ErrorBody(

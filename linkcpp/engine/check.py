@@ -109,10 +109,10 @@ def choose_engine(explicit: Path | None = None) -> Engine:
             hint="Run `linkcpp engine install`, or set LINKCPP_ENGINE to their folder.",
         )
     found = " ".join(f"{describe(location)}: {problem.message}" for location, problem in refused)
-    raise LinkcppError(f"No engine works here. {found}", hint=way_out_of(refused))
+    raise LinkcppError(f"No engine works here. {found}", hint=hint_for(refused))
 
 
-def way_out_of(refused: Sequence[tuple[EngineLocation, EngineProblem]]) -> str:
+def hint_for(refused: Sequence[tuple[EngineLocation, EngineProblem]]) -> str:
     """Give the hint for the first engine; where that is another build, one of none that fails."""
     location, problem = refused[0]
     for built_here in (True, False):

@@ -16,7 +16,7 @@ from linkcpp.common.paths import cache_folder, config_folder, data_folder, state
 from linkcpp.common.settings import config_path
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.binaries import find_engines, find_explicit_engine
-from linkcpp.engine.check import check_engine, describe, way_out_of
+from linkcpp.engine.check import check_engine, describe, hint_for
 from linkcpp.engine.records import Engine
 from linkcpp.node.diagnosis import Diagnosis, Observation, Verdict, from_error
 from linkcpp.node.selfcheck_network import look_at_network
@@ -154,7 +154,7 @@ def judge_engines(engines: Iterable[Engine]) -> list[Observation]:
                 subject="engine",
                 verdict=Verdict.WARN if has_good else Verdict.FAIL,
                 detail=f"{name}: {engine.problem.message}",
-                hint=way_out_of([(engine.location, engine.problem), *refused]),
+                hint=hint_for([(engine.location, engine.problem), *refused]),
             )
         )
     return observations

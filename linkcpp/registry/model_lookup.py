@@ -79,18 +79,18 @@ def require_here(text: str, verb: str) -> None:
     Raises:
         LinkcppError: ``text`` is a hub's location, or a name that only a hub could know.
     """
-    way_out = "Name its GGUF file."
+    hint = "Name its GGUF file."
     if parse_hub_location(text) is not None:
         raise LinkcppError(
             f"`linkcpp {verb}` reads all weights of a model, and a hub gives parts only.",
-            hint=way_out,
+            hint=hint,
         )
     could_be_file = text.lower().endswith(".gguf") or expand_home(Path(text)).exists()
     if may_be_hub_name(text) and not could_be_file:
         raise LinkcppError(
             f"There is no file {text}, and the name of a hub's model is not enough: "
             f"`linkcpp {verb}` reads all weights.",
-            hint=way_out,
+            hint=hint,
         )
 
 

@@ -19,14 +19,14 @@ _MORE_TOKENS = (0, 4, 16)
 
 
 class TextServer(AsyncClosing):
-    """One llama-server; ``who`` names it in errors, ``way_out`` helps where it falls silent."""
+    """One llama-server; ``who`` names it in errors, ``hint`` helps where it falls silent."""
 
     def __init__(
-        self, url: str, who: str, api_key: str | None = None, way_out: str | None = None
+        self, url: str, who: str, api_key: str | None = None, hint: str | None = None
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._who = who
-        self._way_out = way_out
+        self._hint = hint
         self._http = httpx.AsyncClient(
             base_url=url, headers=headers, timeout=_REQUEST_SECONDS, trust_env=False
         )
@@ -84,7 +84,7 @@ class TextServer(AsyncClosing):
                 raise LinkcppError(f"{self._who} refuses: {told_error(answer.text)}")
             return answer.json()
         except httpx.HTTPError as error:
-            raise silent(self._who, error, self._way_out) from error
+            raise silent(self._who, error, self._hint) from error
         except ValueError as error:
             raise self._nonsense() from error
 

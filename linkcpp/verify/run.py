@@ -69,7 +69,7 @@ async def verify(
     """
     report = report_on(folder)
     if report.condition is not Condition.RUNNING or report.state is None:
-        raise LinkcppError(f"{folder.name!r} does not run.", hint=_way_out(report))
+        raise LinkcppError(f"{folder.name!r} does not run.", hint=_hint(report))
     verification = _Verification(folder, report.state.api_url or "", options, on_progress)
     try:
         return await verification.run()
@@ -152,7 +152,7 @@ class _Verification:
             log = f"The log of its llama-server: {reference_log(self._folder)}"
             async with (
                 TextServer(self._api_url, "The deployment", key) as deployment,
-                TextServer(url, "The whole model", reference_key, way_out=log) as reference,
+                TextServer(url, "The whole model", reference_key, hint=log) as reference,
             ):
                 return await self._compare_prompts(deployment, reference)
 
@@ -223,7 +223,7 @@ async def _stopped_answering(folder: DeploymentFolder, error: SilentError) -> Li
     """Say what is known of a deployment that fell silent; of anything else, what was said."""
     if error.hint is not None:
         return error
-    way_out = f"See how it is with `linkcpp status {folder.name}`; verify again once it runs."
+    hint = f"See how it is with `linkcpp status {folder.name}`; verify again once it runs."
     report = report_on(folder)
     # Its supervisor notices a moment after those who asked it.
     until = time.monotonic() + _NOTICED_SECONDS
@@ -231,13 +231,13 @@ async def _stopped_answering(folder: DeploymentFolder, error: SilentError) -> Li
         await asyncio.sleep(_POLL_SECONDS)
         report = report_on(folder)
     if report.state is not None and report.state.phase is Phase.RECOVERING:
-        return LinkcppError(f"{error.message} It is recovering.", hint=way_out)
+        return LinkcppError(f"{error.message} It is recovering.", hint=hint)
     if report.condition is not Condition.RUNNING and report.explanation:
-        return LinkcppError(f"{error.message} {report.explanation}", hint=way_out)
-    return LinkcppError(error.message, hint=way_out)
+        return LinkcppError(f"{error.message} {report.explanation}", hint=hint)
+    return LinkcppError(error.message, hint=hint)
 
 
-def _way_out(report: DeploymentReport) -> str:
+def _hint(report: DeploymentReport) -> str:
     if report.condition is Condition.STARTING:
         return "Wait until `linkcpp status` says that it runs."
     return report.advice or "Start it with `linkcpp launch PLAN`."

@@ -10,6 +10,6 @@ class SilentError(LinkcppError):
     """A program that was asked does not answer any more."""
 
 
-def silent(who: str, error: httpx.HTTPError, way_out: str | None = None) -> SilentError:
+def silent(who: str, error: httpx.HTTPError, hint: str | None = None) -> SilentError:
     """Say in words why there was no answer. Pure."""
-    return SilentError(f"{who} stopped answering: {in_words(error)}.", hint=way_out)
+    return SilentError(f"{who} stopped answering: {in_words(error)}.", hint=hint)

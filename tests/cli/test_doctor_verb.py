@@ -92,7 +92,7 @@ def test_a_machine_with_engine_and_token_is_fine() -> None:
     assert {"Python", "linkcpp", "settings", "state folder", "local network"} <= told.keys()
 
 
-def test_people_get_a_table_with_the_way_out() -> None:
+def test_people_get_a_table_with_the_hint() -> None:
     result = CliRunner().invoke(app, [], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert "This machine has no cluster token." in result.stdout

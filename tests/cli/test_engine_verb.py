@@ -46,7 +46,7 @@ def test_json_is_all_that_stdout_has(
     assert told["fingerprint"]["rpc_version"]["major"] == 4
 
 
-def test_a_broken_engine_is_shown_with_its_way_out(tmp_path: Path) -> None:
+def test_a_broken_engine_is_shown_with_a_hint(tmp_path: Path) -> None:
     program = tmp_path / "llama-server"
     program.write_text("#!/bin/sh\nkill -ILL $$\n")
     program.chmod(0o755)

@@ -44,7 +44,7 @@ def test_a_token_comes_from_a_file_or_a_variable(
         read_join_token(f"@{tmp_path / 'none'}")
 
 
-def test_joining_a_hub_that_one_never_joined_tells_the_way_out() -> None:
+def test_joining_a_hub_that_one_never_joined_tells_the_hint() -> None:
     done = run("join", "https://hub.example")
     assert done.returncode == 2
     assert "did not join the hub" in done.stderr

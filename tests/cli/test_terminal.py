@@ -313,7 +313,7 @@ def test_a_terminal_that_tells_no_width_gets_an_answer_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "way_out"),
+    ("words", "error", "hint"),
     [
         (("statsu",), "There is no verb 'statsu'", "Did you mean `linkcpp status`?"),
         (("frobnicate",), "There is no verb 'frobnicate'", "`linkcpp --help`"),
@@ -331,14 +331,14 @@ def test_a_terminal_that_tells_no_width_gets_an_answer_too() -> None:
     ],
 )
 def test_wrong_words_are_told_like_every_other_error(
-    words: tuple[str, ...], error: str, way_out: str
+    words: tuple[str, ...], error: str, hint: str
 ) -> None:
     ended = run(*words)
     assert ended.returncode == 2
     lines = ended.stderr.splitlines()
     assert lines[0].startswith(f"error: {error}")
     assert lines[1].startswith("way out: ")
-    assert way_out in lines[1]
+    assert hint in lines[1]
     assert ended.stdout == ""
 
 

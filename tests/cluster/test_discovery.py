@@ -242,7 +242,7 @@ async def test_the_settings_name_nodes_and_switch_mdns_off() -> None:
     assert cluster.coordinator.name == "desk"
 
 
-async def test_without_a_token_the_way_out_is_told() -> None:
+async def test_without_a_token_the_hint_is_told() -> None:
     with pytest.raises(LinkcppError, match="token create"):
         await find_nodes(None)
 

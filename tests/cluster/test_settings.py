@@ -23,7 +23,7 @@ def test_the_id_of_a_machine_survives_restarts() -> None:
     assert load_identity("attic").name == "attic"
 
 
-def test_a_broken_id_file_is_named_with_the_way_out() -> None:
+def test_a_broken_id_file_is_named_with_a_hint() -> None:
     load_identity()
     (state_folder() / "node-id").write_text("rubbish")
     with pytest.raises(LinkcppError, match=r"node-id does not hold.*Delete the file"):

@@ -33,12 +33,12 @@ def test_a_second_token_is_made_only_when_asked_for() -> None:
     assert token.create_token(replace=True) != first
 
 
-def test_without_a_token_the_way_out_names_the_commands() -> None:
+def test_without_a_token_the_hint_names_the_commands() -> None:
     with pytest.raises(LinkcppError, match=r"token create.*token set"):
         token.load_token()
 
 
-def test_a_token_that_others_may_read_is_refused_with_the_way_out() -> None:
+def test_a_token_that_others_may_read_is_refused_with_a_hint() -> None:
     token.create_token()
     token.token_path().chmod(0o644)
     with pytest.raises(LinkcppError, match=r"mode 0644.*chmod 600"):

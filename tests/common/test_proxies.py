@@ -76,7 +76,7 @@ def test_no_proxy_takes_addresses_and_networks() -> None:
 
 
 @pytest.mark.parametrize("value", ["socks://127.0.0.1:1080", "socks5://u:geheim@x:1"])
-def test_a_socks_proxy_is_refused_with_the_variable_and_a_way_out(value: str) -> None:
+def test_a_socks_proxy_is_refused_with_the_variable_and_a_hint(value: str) -> None:
     with pytest.raises(LinkcppError, match=r"ALL_PROXY names a SOCKS proxy") as refused:
         proxy_for("https://hub.example", {"ALL_PROXY": value})
     assert "add hub.example to NO_PROXY" in str(refused.value)

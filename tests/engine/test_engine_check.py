@@ -184,7 +184,7 @@ def _installed(source: PackageSource) -> EngineLocation:
     )
 
 
-def test_the_way_out_is_never_the_build_that_does_not_work(
+def test_the_hint_is_never_the_build_that_does_not_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sources, "why_not_prebuilt", lambda: None)

@@ -163,7 +163,7 @@ def test_a_named_engine_is_not_replaced_by_another(
 
 
 @pytest.mark.usefixtures("bare_machine")
-def test_no_engine_at_all_tells_the_way_out() -> None:
+def test_no_engine_at_all_tells_the_hint() -> None:
     with pytest.raises(LinkcppError, match=r"no llama\.cpp programs") as raised:
         choose_engine()
     assert raised.value.hint is not None

@@ -129,7 +129,7 @@ async def test_the_hubs_own_gateway_is_where_the_hub_is_for_whoever_asks(running
 
 
 @pytest.mark.parametrize(
-    ("word", "error", "way_out"),
+    ("word", "error", "hint"),
     [
         ("nosuch", "No join token that may still be used has the id or label 'nosuch'", "list`"),
         ("atic", "the id or label 'atic'", "Did you mean attic? "),
@@ -137,13 +137,11 @@ async def test_the_hubs_own_gateway_is_where_the_hub_is_for_whoever_asks(running
         ("cellar", "Several join tokens have", "with their ids"),
     ],
 )
-def test_a_token_that_is_not_there_is_told_with_the_way_out(
-    word: str, error: str, way_out: str
-) -> None:
+def test_a_token_that_is_not_there_is_told_with_a_hint(word: str, error: str, hint: str) -> None:
     tokens = [_token("attic"), _token("cellar"), _token("cellar"), _token("")]
     with pytest.raises(LinkcppError, match=error) as raised:
         meant_token(word, tokens)
-    assert way_out in (raised.value.hint or "")
+    assert hint in (raised.value.hint or "")
 
 
 def test_a_token_is_known_by_its_label_or_the_start_of_its_id() -> None:

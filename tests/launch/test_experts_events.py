@@ -240,7 +240,7 @@ def test_uncovered_experts_are_counted_with_all_reasons() -> None:
     assert "no node was planned for them" in uncovered_sentence(1, {})
 
 
-def test_the_way_out_names_only_what_helps() -> None:
+def test_the_hint_names_only_what_helps() -> None:
     assert "--replicas" in coverage_hint(1, has_experts=True)
     assert "--replicas" not in coverage_hint(2, has_experts=True)
     assert "--model" not in coverage_hint(2, has_experts=True)

@@ -245,7 +245,7 @@ async def test_a_near_node_is_sent_what_is_here(
     assert record.transferred_bytes < cut_here(tmp_path, *CHOSEN).file_bytes + 10_000
 
 
-async def test_a_near_node_that_joined_nothing_is_named_with_the_way_out(
+async def test_a_near_node_that_joined_nothing_is_named_with_a_hint(
     node: RunningAgent, hub: HubProcess, location: str
 ) -> None:
     with pytest.raises(LinkcppError, match="attic did not get its experts from the hub") as raised:

@@ -78,7 +78,7 @@ def test_a_mistake_gets_one_sentence_and_exit_code_2(
     assert "Traceback" not in shown.stderr
 
 
-def test_f64_weights_get_the_way_out(tmp_path: Path) -> None:
+def test_f64_weights_get_the_hint(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     pairs = [raw.text("general.architecture", "llama"), raw.u32("llama.block_count", 1)]
     path.write_bytes(

@@ -27,7 +27,7 @@ def test_a_port_for_direct_links_ends_that_there_are_none_and_the_other_way_roun
     assert no_links.over(port) == no_links
 
 
-def test_options_that_cannot_be_read_are_told_with_a_way_out() -> None:
+def test_options_that_cannot_be_read_are_told_with_a_hint() -> None:
     save_join_options("h", JoinOptions(threads=2))
     assert load_join_options("h") == JoinOptions(threads=2)
     assert load_join_options("other") == JoinOptions()

@@ -38,7 +38,7 @@ def run_node(*words: str, home: Path | None = None) -> subprocess.CompletedProce
     )
 
 
-def test_a_taken_port_is_told_in_one_sentence_with_the_way_out() -> None:
+def test_a_taken_port_is_told_in_one_sentence_with_the_hint() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

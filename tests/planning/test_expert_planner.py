@@ -375,7 +375,7 @@ def test_all_devices_of_a_node_share_its_disk() -> None:
     assert 10 * GIGABYTE < held_by(plan, "attic") < 20 * GIGABYTE
 
 
-def test_where_the_disk_is_what_is_short_the_way_out_names_that_limit() -> None:
+def test_where_the_disk_is_what_is_short_the_hint_names_that_limit() -> None:
     large = device("CPU", 100 * GIGABYTE, 30e9)
     narrow = cluster(BARE_BYTES, with_disk(node("attic", large), 10_000_000))
     with pytest.raises(InfeasibleError) as refused:

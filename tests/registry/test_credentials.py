@@ -46,7 +46,7 @@ def test_a_machine_has_the_same_keys_whoever_asks_first_and_only_its_owner_reads
     assert stat.S_IMODE(keys_path().stat().st_mode) == 0o600
 
 
-def test_keys_that_others_may_read_or_that_are_none_are_refused_with_the_way_out() -> None:
+def test_keys_that_others_may_read_or_that_are_none_are_refused_with_a_hint() -> None:
     load_keys()
     keys_path().chmod(0o644)
     with pytest.raises(LinkcppError, match="chmod 600"):

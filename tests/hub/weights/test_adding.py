@@ -361,7 +361,7 @@ def test_a_folder_that_is_named_may_be_filled_before_its_hub_is_started(tmp_path
     assert "serves it" not in told
 
 
-def test_a_folder_that_is_none_or_anothers_is_told_with_the_way_out(tmp_path: Path) -> None:
+def test_a_folder_that_is_none_or_anothers_is_told_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "half").mkdir()
@@ -384,7 +384,7 @@ def test_a_folder_that_is_none_or_anothers_is_told_with_the_way_out(tmp_path: Pa
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can leave its rights for a moment")
 @pytest.mark.parametrize("mode", [0o000, 0o100, 0o400, 0o500])
-def test_a_folder_that_may_not_be_used_is_told_with_the_way_out(mode: int) -> None:
+def test_a_folder_that_may_not_be_used_is_told_with_a_hint(mode: int) -> None:
     # pytest's own folders are root's alone, from the first one on.
     with tempfile.TemporaryDirectory() as name:
         data = Path(name)
