@@ -13,7 +13,6 @@ class HeartbeatRow(NamedTuple):
 
     node_id: str
     last_seen: float
-    sequence: int
     state: str | None
 
 
@@ -27,7 +26,7 @@ class LeaveRow(NamedTuple):
 _OF_NODE = update(MACHINES).where(MACHINES.c.node_id == bindparam("id"))
 # A heartbeat takes an earlier leave back by coming after it, whatever the clock showed at either:
 # it may have been set back between them.
-_SEEN = _OF_NODE.values(last_seen=bindparam("seen"), sequence=bindparam("number"), left_at=None)
+_SEEN = _OF_NODE.values(last_seen=bindparam("seen"), left_at=None)
 _SEEN_WITH_STATE = _SEEN.values(state=bindparam("new_state"))
 _LEFT = _OF_NODE.values(left_at=bindparam("left"))
 
@@ -42,7 +41,7 @@ def write_heartbeats(connection: Connection, rows: Sequence[HeartbeatRow | Leave
     whole: list[dict[str, Any]] = []
     beats, leaves = _last_of_each(rows)
     for row in beats:
-        values = {"id": row.node_id, "seen": row.last_seen, "number": row.sequence}
+        values = {"id": row.node_id, "seen": row.last_seen}
         if row.state is None:
             plain.append(values)
         else:

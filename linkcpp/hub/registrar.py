@@ -127,7 +127,7 @@ class Registrar:
             )
         left_before = self._directory.machines[node_id].left_at
         state = body.state.model_dump_json() if body.state is not None else None
-        await self._writer.heartbeat(HeartbeatRow(node_id, now, body.sequence, state))
+        await self._writer.heartbeat(HeartbeatRow(node_id, now, state))
         # Only now: it may have joined again meanwhile.
         machine = self._directory.machines[node_id]
         machine.last_seen = now

@@ -1,6 +1,6 @@
 """The tables of a hub, the same in SQLite and PostgreSQL. Times are seconds since 1970."""
 
-from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import Column, Float, Index, Integer, MetaData, String, Table, Text
 
 METADATA = MetaData()
 
@@ -33,7 +33,6 @@ MACHINES = Table(
     Column("joined_at", Float(53), nullable=False),
     Column("revoked_at", Float(53)),
     Column("last_seen", Float(53)),
-    Column("sequence", BigInteger),
     Column("state", Text),
     Column("left_at", Float(53)),
 )

@@ -12,7 +12,6 @@ from typing import Any
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.text import printable
-from linkcpp.common.units import format_bytes
 from linkcpp.model.slices.checked import is_as_checked, remove_checked
 from linkcpp.model.slices.manifest import Manifest, manifest_path, read_manifest
 from linkcpp.model.slices.verifying import checked_manifest
@@ -33,7 +32,6 @@ from linkcpp.node.stored_slice import (
 )
 
 _MAX_SLICES = 1024
-_BATCH_BYTES = 2**20
 _ID = re.compile(r"[0-9a-f]{32}")
 _THERE_OR_FETCHED = (
     SliceState.READY,
@@ -98,7 +96,7 @@ class SliceStore:
         item = self.get(name)
         if item.state is SliceState.RECEIVING and not item.lock.locked():
             async with item.lock:
-                await self._prepare(item)
+                await item.prepare()
         return item.record()
 
     def get(self, name: SliceId) -> StoredSlice:
@@ -190,7 +188,7 @@ class SliceStore:
                 item.request = None
                 item.receiver = await asyncio.to_thread(Receiver, item.target.partial, pieces)
             item.state, item.detail = SliceState.RECEIVING, None
-            await self._prepare(item)
+            await item.prepare()
         return item.record()
 
     async def upload(self, name: SliceId, offset: int, parts: AsyncIterator[bytes]) -> SliceRecord:
@@ -213,7 +211,7 @@ class SliceStore:
         if item.lock.locked():
             raise _busy()
         async with item.lock:
-            receiver = await self._prepare(item)
+            receiver = await item.prepare()
             if offset != receiver.received_bytes:
                 raise RefusedError(
                     409,
@@ -222,7 +220,7 @@ class SliceStore:
                     hint="GET /v1/slices/{id} tells where to go on.",
                 )
             try:
-                await self._receive(item, receiver, parts)
+                await item.receive(receiver, parts)
             finally:
                 item.received_bytes = receiver.received_bytes
             if receiver.is_whole:
@@ -293,7 +291,7 @@ class SliceStore:
                 item.lose(printable(error.message, 500))
             return
         item.take_manifest(manifest)
-        self._become_ready(item)
+        item.become_ready()
 
     @contextlib.asynccontextmanager
     async def _changing(self, name: SliceId, size_bytes: int) -> AsyncIterator[StoredSlice]:
@@ -361,7 +359,7 @@ class SliceStore:
                 item.state, item.detail = SliceState.FAILED, printable(str(error), 500)
                 _log.warning("the slice %s was not fetched: %s", item.slice_id, error)
                 return
-            self._become_ready(item)
+            item.become_ready()
             await asyncio.to_thread((item.folder / REQUEST_NAME).unlink, missing_ok=True)
 
     async def _run_fetch(self, item: StoredSlice, request: SliceRequest) -> None:
@@ -373,28 +371,6 @@ class SliceStore:
             item.received_bytes = news.received_bytes or item.received_bytes
             item.transferred_bytes = before + news.transferred_bytes
 
-    async def _prepare(self, item: StoredSlice) -> Receiver:
-        if item.receiver is None:
-            if item.manifest is None:
-                raise RuntimeError("a slice that is received has a manifest")
-            pieces = file_pieces(item.manifest)
-            item.receiver = await asyncio.to_thread(Receiver, item.target.partial, pieces)
-        item.received_bytes = item.receiver.received_bytes
-        return item.receiver
-
-    async def _receive(
-        self, item: StoredSlice, receiver: Receiver, parts: AsyncIterator[bytes]
-    ) -> None:
-        batch = bytearray()
-        async for part in parts:
-            item.transferred_bytes += len(part)
-            batch += part
-            if len(batch) >= _BATCH_BYTES:
-                await asyncio.to_thread(receiver.take, batch)
-                item.received_bytes = receiver.received_bytes
-                batch = bytearray()
-        await asyncio.to_thread(receiver.take, batch)
-
     async def _finish_upload(self, item: StoredSlice, receiver: Receiver) -> None:
         try:
             await asyncio.to_thread(finish_files, item, receiver)
@@ -402,13 +378,7 @@ class SliceStore:
             item.lose(error.message)
             await asyncio.to_thread(item.target.partial.unlink, missing_ok=True)
             raise RefusedError(422, "not_that_slice", error.message, hint=error.hint) from error
-        self._become_ready(item)
-
-    def _become_ready(self, item: StoredSlice) -> None:
-        item.state, item.detail = SliceState.READY, None
-        item.received_bytes = item.file_bytes or 0
-        item.receiver = item.request = None
-        _log.info("the slice %s is ready (%s)", item.slice_id, format_bytes(item.received_bytes))
+        item.become_ready()
 
 
 def _busy() -> RefusedError:

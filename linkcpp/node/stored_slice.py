@@ -6,14 +6,17 @@ agent fetches it (then it goes on by itself after a restart), else the manifest 
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
+from linkcpp.common.units import format_bytes
 from linkcpp.model.header import read_header
 from linkcpp.model.slices.checked import note_checked
 from linkcpp.model.slices.layout import read_slice
@@ -22,11 +25,14 @@ from linkcpp.model.slices.segments import Segment, merge_segments
 from linkcpp.model.slices.target import Target, take_name
 from linkcpp.model.source import FileSource
 from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
-from linkcpp.node.slice_files import manifest_segments, slab_bytes, slice_id
+from linkcpp.node.slice_files import file_pieces, manifest_segments, slab_bytes, slice_id
 from linkcpp.node.slice_receiver import Receiver
 
 FILE_NAME = "slice.gguf"
 REQUEST_NAME = "request.json"
+_BATCH_BYTES = 2**20
+
+_log = logging.getLogger(__name__)
 
 
 class StoredSlice:
@@ -91,6 +97,39 @@ class StoredSlice:
         self.request = request
         self.model_digest = request.model_digest
         self.segments = merge_segments(request.segments)
+
+    async def prepare(self) -> Receiver:
+        """Go on where an upload stood: open what has come so far of the slice that is sent."""
+        if self.receiver is None:
+            if self.manifest is None:
+                raise RuntimeError("a slice that is received has a manifest")
+            pieces = file_pieces(self.manifest)
+            self.receiver = await asyncio.to_thread(Receiver, self.target.partial, pieces)
+        self.received_bytes = self.receiver.received_bytes
+        return self.receiver
+
+    async def receive(self, receiver: Receiver, parts: AsyncIterator[bytes]) -> None:
+        """Have bytes of the slice checked and written, as they come.
+
+        Raises:
+            RefusedError: as ``Receiver.take``.
+        """
+        batch = bytearray()
+        async for part in parts:
+            self.transferred_bytes += len(part)
+            batch += part
+            if len(batch) >= _BATCH_BYTES:
+                await asyncio.to_thread(receiver.take, batch)
+                self.received_bytes = receiver.received_bytes
+                batch = bytearray()
+        await asyncio.to_thread(receiver.take, batch)
+
+    def become_ready(self) -> None:
+        """Be a slice that is whole and checked."""
+        self.state, self.detail = SliceState.READY, None
+        self.received_bytes = self.file_bytes or 0
+        self.receiver = self.request = None
+        _log.info("the slice %s is ready (%s)", self.slice_id, format_bytes(self.received_bytes))
 
     def record(self) -> SliceRecord:
         """Tell how it stands."""

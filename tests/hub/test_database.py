@@ -58,6 +58,7 @@ def test_a_database_of_the_first_version_is_brought_up_and_keeps_its_machines(
     with engine.begin() as connection:
         connection.execute(insert(MACHINES).values(machine))
         connection.execute(text("ALTER TABLE machines DROP COLUMN left_at"))
+        connection.execute(text("ALTER TABLE machines ADD COLUMN sequence BIGINT"))
         connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
     engine.dispose()
     engine = open_database(database_url, tmp_path)

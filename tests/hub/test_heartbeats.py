@@ -127,7 +127,7 @@ async def test_a_heartbeat_takes_a_leave_back_though_the_hubs_clock_was_set_back
 async def test_of_what_is_written_at_once_of_a_node_the_last_counts(hub: RunningHub) -> None:
     node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
     state = node_state(node).model_dump_json()
-    plain, whole = (HeartbeatRow(node.node_id, 5.0, 1, told) for told in (None, state))
+    plain, whole = (HeartbeatRow(node.node_id, 5.0, told) for told in (None, state))
     leave = LeaveRow(node.node_id, 5.0)
     seen = []
     orders: list[list[HeartbeatRow | LeaveRow]] = [

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -56,17 +57,18 @@ async def write_until_killed(client: HubClient, acknowledged: list[str]) -> None
         return
 
 
-async def beat_until_killed(node: Machine, url: str, acknowledged: list[int]) -> None:
-    """Send numbered heartbeats, and note those that the hub acknowledged."""
+async def beat_until_killed(node: Machine, url: str, acknowledged: list[float]) -> None:
+    """Send heartbeats, and note when those were sent that the hub acknowledged."""
     async with httpx.AsyncClient(base_url=url, headers=node.headers) as http:
         while True:
-            body = Heartbeat(sequence=acknowledged[-1] + 1)
+            sent_at = time.time()
+            body = Heartbeat(sequence=len(acknowledged))
             try:
                 response = await http.post("/v1/heartbeat", content=body.model_dump_json())
             except httpx.HTTPError:
                 return
             assert response.status_code == 200
-            acknowledged.append(body.sequence)
+            acknowledged.append(sent_at)
 
 
 async def test_what_was_acknowledged_is_there_after_kill_9_at_any_moment(
@@ -81,7 +83,7 @@ async def test_what_was_acknowledged_is_there_after_kill_9_at_any_moment(
         edge = await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))
         port = int(before.url.rpartition(":")[2])
     tokens: list[str] = []
-    beats = [0]
+    beats: list[float] = []
     for kill in (1, 2):
         async with HubClient(before.url, renew=admin.client._renew) as client:
             async with hub_process(data, database_url, port) as url:
@@ -101,7 +103,7 @@ async def test_what_was_acknowledged_is_there_after_kill_9_at_any_moment(
         told = (await after.http.get("/v1/nodes", headers=admin.headers)).json()["nodes"]
         attic = next(one for one in told if one["node_id"] == node.node_id)
         assert attic["state"]["direct_urls"] == ["ws://10.0.0.5:8716/v1/edge"]
-        assert await sequence_of(after, node) >= beats[-1]
+        assert await last_seen_of(after, node) >= beats[-1]
         # The edge is still one, and its gateway may keep it.
         body = GatewayHeartbeat(url=gateway_url("relay"), edges=(edge.edge_id,))
         kept = await after.http.post(
@@ -110,12 +112,12 @@ async def test_what_was_acknowledged_is_there_after_kill_9_at_any_moment(
         assert kept.json()["close_edges"] == []
 
 
-async def sequence_of(hub: RunningHub, node: Machine) -> int:
-    query = select(MACHINES.c.sequence).where(MACHINES.c.node_id == node.node_id)
+async def last_seen_of(hub: RunningHub, node: Machine) -> float:
+    query = select(MACHINES.c.last_seen).where(MACHINES.c.node_id == node.node_id)
 
-    def read(engine: Engine) -> int:
+    def read(engine: Engine) -> float:
         with engine.connect() as connection:
-            return int(connection.execute(query).scalar_one())
+            return float(connection.execute(query).scalar_one())
 
     return await hub.hub.read(read)
 
