@@ -4,6 +4,7 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
+from rich.text import Text
 
 from linkcpp.cli import hub_models, hub_tokens
 from linkcpp.cli.hub_access import (
@@ -15,14 +16,16 @@ from linkcpp.cli.hub_access import (
     is_start_of_id,
     print_taken_away,
 )
-from linkcpp.cli.hub_report import print_nodes
-from linkcpp.cli.output import print_json
+from linkcpp.cli.output import console, print_json
 from linkcpp.cli.own_command import print_own_unit
+from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.installation import needing_extra
+from linkcpp.common.text import printable
+from linkcpp.common.units import format_bytes
 from linkcpp.registry.client import HubClient
-from linkcpp.registry.records import NodeList, RegisteredNode
+from linkcpp.registry.records import NodeList, Presence, RegisteredNode
 from linkcpp.registry.trust import DEFAULT_HUB_PORT
 
 app = verb(help="Run a hub, or manage one.")
@@ -144,3 +147,56 @@ def revoke(
 def _is_meant(word: str, node: RegisteredNode) -> bool:
     """Whether a person means this machine: by its name, its id, or the start of it."""
     return word == node.name or is_start_of_id(word, node.node_id)
+
+
+_STYLES = {Presence.ONLINE: "green", Presence.STALE: "yellow", Presence.GONE: "red"}
+
+
+def print_nodes(answer: NodeList) -> None:
+    """Print it; a machine that never sends heartbeats, such as a coordinator, has no state."""
+    table = WholeTable(box=None)
+    for heading in ("name", "role", "state", "seen", "offers", "engine", "key"):
+        table.add_column(heading)
+    table.add_column("id", no_wrap=True)
+    for node in answer.nodes:
+        table.add_row(
+            printable(node.name),
+            node.role,
+            _state(node),
+            _seen(node, answer.hub_time),
+            _offer(node),
+            _engine(node),
+            node.key_fingerprint[:9],
+            # Enough to tell machines apart; `--json` has all of it.
+            node.node_id[:8],
+        )
+    console(80).print(table)
+
+
+def _state(node: RegisteredNode) -> Text:
+    if node.is_revoked:
+        return Text("revoked", "red")
+    if node.last_seen is None:
+        return Text("")
+    if node.has_left:
+        return Text("left", "dim")
+    return Text(node.presence, _STYLES[node.presence])
+
+
+def _seen(node: RegisteredNode, hub_time: float) -> str:
+    return f"{max(0.0, hub_time - node.last_seen):.0f} s ago" if node.last_seen else ""
+
+
+def _offer(node: RegisteredNode) -> str:
+    if node.state is None:
+        return ""
+    return format_bytes(sum(device.offered_bytes for device in node.state.record.devices))
+
+
+def _engine(node: RegisteredNode) -> str:
+    if node.state is None:
+        return ""
+    record = node.state.record
+    if record.engine_problem is not None:
+        return printable(record.engine_problem.code)
+    return printable(record.engine.label) if record.engine else ""

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from linkcpp.cli import doctor, engine, hub_models, join, launch, logs, main, node_run
 from linkcpp.cli import inspect as inspect_verb
 from linkcpp.cli.discover import render
-from linkcpp.cli.hub_report import print_nodes
+from linkcpp.cli.hub import print_nodes
 from linkcpp.cli.output import byte_bar, console, status_console, task_name, working
 from linkcpp.cli.plan_report import explanation, report
 from linkcpp.cli.status import status_view
