@@ -16,7 +16,7 @@ from linkcpp.cli.hub import print_nodes
 from linkcpp.cli.output import byte_bar, console, status_console, task_name, working
 from linkcpp.cli.plan_report import explanation, report
 from linkcpp.cli.status import status_view
-from linkcpp.cli.verify_report import verification_view
+from linkcpp.cli.verify import verification_view
 from linkcpp.cluster.discovery import Discovery
 from linkcpp.cluster.records import NodeStatus
 from linkcpp.common.records import Record

@@ -22,7 +22,7 @@ from rich.text import Text
 from linkcpp.__main__ import main
 from linkcpp.cli.main import app
 from linkcpp.cli.output import ProgressLines, console, status_console
-from linkcpp.cli.verify_report import verification_view
+from linkcpp.cli.verify import verification_view
 from linkcpp.cluster.token import create_token
 from linkcpp.common.errors import EXIT_NOT_NOW, LinkcppError
 from linkcpp.common.paths import state_folder
