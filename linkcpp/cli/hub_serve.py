@@ -16,8 +16,7 @@ from linkcpp.common.logs import log_as_json
 from linkcpp.common.sockets import listen
 from linkcpp.common.text import shell_command
 from linkcpp.hub.app import create_app
-from linkcpp.hub.embedded_gateway import embedded_gateway
-from linkcpp.hub.server import serve_hub, tune_collector
+from linkcpp.hub.server import embedded_gateway, serve_hub, tune_collector
 from linkcpp.hub.service import open_hub
 
 

@@ -1,15 +1,21 @@
-"""The hub on its sockets: as many connections as the system lets it have, until it is stopped."""
+"""The hub on its sockets until it is stopped, and the gateway that may run in its process."""
 
 import asyncio
+import contextlib
 import gc
+import logging
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from starlette.types import ASGIApp
 
 from linkcpp.common.descriptors import raise_descriptor_limit
 from linkcpp.common.http_server import BoundedHttpProtocol, make_server
+from linkcpp.gateway.relay import Relay
+from linkcpp.gateway.server import relay_http_protocol
+from linkcpp.hub.errors import ApiError
 from linkcpp.hub.service import Hub
+from linkcpp.registry.edges import GATEWAY_HEARTBEAT_SECONDS
 
 # Machines ping too; together both ends notice a dead link, and proxies see traffic in time.
 _PING_INTERVAL_SECONDS = 20.0
@@ -69,3 +75,36 @@ def tune_collector() -> None:
 def _max_connections() -> int:
     most = raise_descriptor_limit(_MAX_CONNECTIONS + _RESERVED_DESCRIPTORS)
     return max(64, most - _RESERVED_DESCRIPTORS)
+
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.asynccontextmanager
+async def embedded_gateway(hub: Hub) -> AsyncIterator[type[BoundedHttpProtocol]]:
+    """Run a relay meanwhile; gives the class of HTTP connections for ``serve_hub``.
+
+    Its metrics are among the hub's.
+    """
+    relay = Relay(gateway_id=hub.identity.hub_id, hub=hub.identity.verifier, clock=hub.clock)
+    hub.metrics.add_relay(relay)
+    await hub.registrar.enter_embedded_gateway()
+    await hub.registrar.see_gateway(hub.identity.hub_id, "", ())
+    ticking = asyncio.create_task(_tick(hub, relay))
+    try:
+        yield relay_http_protocol(relay)
+    finally:
+        ticking.cancel()
+        await asyncio.gather(ticking, return_exceptions=True)
+        await relay.aclose()
+
+
+async def _tick(hub: Hub, relay: Relay) -> None:
+    while True:
+        await asyncio.sleep(GATEWAY_HEARTBEAT_SECONDS)
+        try:
+            relay.close_edges(
+                await hub.registrar.see_gateway(hub.identity.hub_id, "", relay.edge_ids)
+            )
+        except ApiError as error:
+            _log.warning("the hub's own gateway is not noted: %s", error)
