@@ -28,6 +28,7 @@ from linkcpp.registry.client import HubClient
 from linkcpp.registry.records import NodeList, Presence, RegisteredNode
 from linkcpp.registry.trust import DEFAULT_HUB_PORT
 
+_STYLES = {Presence.ONLINE: "green", Presence.STALE: "yellow", Presence.GONE: "red"}
 app = verb(help="Run a hub, or manage one.")
 app.add_typer(hub_tokens.app, name="token")
 app.add_typer(hub_models.app, name="models")
@@ -147,9 +148,6 @@ def revoke(
 def _is_meant(word: str, node: RegisteredNode) -> bool:
     """Whether a person means this machine: by its name, its id, or the start of it."""
     return word == node.name or is_start_of_id(word, node.node_id)
-
-
-_STYLES = {Presence.ONLINE: "green", Presence.STALE: "yellow", Presence.GONE: "red"}
 
 
 def print_nodes(answer: NodeList) -> None:

@@ -23,6 +23,7 @@ from linkcpp.verify.run import deployment_of_plan
 from linkcpp.verify.run import verify as run_verification
 from linkcpp.worker.agreement import Verdict
 
+_COLOURS = {Verdict.EXACT: "green", Verdict.EQUIVALENT: "yellow", Verdict.DIFFERS: "red"}
 app = verb()
 
 
@@ -100,9 +101,6 @@ def _what_will_be_done(name: str, mode: PlanMode, options: VerifyOptions) -> str
     if mode is not PlanMode.EXPERTS:
         return text
     return f"{text}, then {options.expert_count} experts of each layer of every worker"
-
-
-_COLOURS = {Verdict.EXACT: "green", Verdict.EQUIVALENT: "yellow", Verdict.DIFFERS: "red"}
 
 
 def verification_view(report: VerifyReport) -> RenderableType:

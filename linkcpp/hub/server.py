@@ -17,6 +17,8 @@ from linkcpp.hub.errors import ApiError
 from linkcpp.hub.service import Hub
 from linkcpp.registry.edges import GATEWAY_HEARTBEAT_SECONDS
 
+_log = logging.getLogger(__name__)
+
 # Machines ping too; together both ends notice a dead link, and proxies see traffic in time.
 _PING_INTERVAL_SECONDS = 20.0
 _PING_TIMEOUT_SECONDS = 20.0
@@ -75,9 +77,6 @@ def tune_collector() -> None:
 def _max_connections() -> int:
     most = raise_descriptor_limit(_MAX_CONNECTIONS + _RESERVED_DESCRIPTORS)
     return max(64, most - _RESERVED_DESCRIPTORS)
-
-
-_log = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
