@@ -1,7 +1,9 @@
 """Models wherever they are: a file, the web, a preset, or a hub, of which only headers are read."""
 
 import asyncio
+import contextlib
 import hashlib
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +15,11 @@ from linkcpp.model.inventory import inventory_of, read_inventory
 from linkcpp.model.parts import is_url
 from linkcpp.model.presets import load_model
 from linkcpp.model.records import ModelInventory
-from linkcpp.registry.client import joined_client
+from linkcpp.registry.client import HubClient, joined_client
+from linkcpp.registry.connection import HubUnreachableError
 from linkcpp.registry.credentials import list_credentials
 from linkcpp.registry.hub_location import HubLocation, may_be_hub_name, parse_hub_location
-from linkcpp.registry.hub_model import HubModel
-from linkcpp.registry.hub_tokens import hub_access
+from linkcpp.registry.hub_model import HubAccess, HubModel
 from linkcpp.registry.models import ServedModel
 
 _MAX_OFFERED = 5
@@ -152,3 +154,42 @@ def _same_name(text: str, names: list[str]) -> str | None:
 def _read_at_hub(at_hub: HubLocation) -> ModelInventory:
     with opened_at_hub(at_hub) as model:
         return inventory_of(model.files, at_hub.text, unnamed=at_hub.name)
+
+
+@contextmanager
+def hub_access(url: str) -> Iterator[HubAccess]:
+    """Give access to a hub's weights from any threads, with tokens that are renewed in time.
+
+    Raises:
+        LinkcppError: this machine did not join the hub.
+    """
+    client = joined_client(url)
+    tokens = _BlockingTokens(client)
+    try:
+        yield HubAccess(client.url, tokens.token)
+    finally:
+        tokens.close()
+
+
+class _BlockingTokens:
+    """Runs the client in an event loop of its own, in whichever thread asks; one at a time."""
+
+    def __init__(self, client: HubClient) -> None:
+        self._client = client
+        self._runner = asyncio.Runner()
+        self._lock = threading.Lock()
+        self._last: str | None = None
+
+    def token(self) -> str:
+        with self._lock:
+            try:
+                self._last = self._runner.run(self._client.token())
+            except HubUnreachableError:
+                # It is renewed early, so the last one may do until the hub is back.
+                if self._last is None:
+                    raise
+            return self._last
+
+    def close(self) -> None:
+        with self._lock, contextlib.closing(self._runner):
+            self._runner.run(self._client.aclose())
