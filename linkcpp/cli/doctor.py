@@ -13,8 +13,7 @@ from linkcpp.cli.verb import verb
 from linkcpp.hub.weights.catalogue import Catalogue, Entry, models_folder
 from linkcpp.hub.weights.verifying import problem_with
 from linkcpp.node.diagnosis import Diagnosis, Observation, Verdict
-from linkcpp.node.selfcheck import examine
-from linkcpp.node.selfcheck_files import look_at_files, summed_up
+from linkcpp.node.selfcheck import examine, look_at_files, summed_up
 
 app = verb(help="Look at this machine: what is here, what is missing, what to do.")
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
