@@ -28,6 +28,9 @@ from linkcpp.node.selfcheck_network import look_at_network
 _LITTLE_DISK_BYTES = 2 * 10**9
 _NO_DISK_BYTES = 50 * 10**6
 _LITTLE_MEMORY_BYTES = 10**9
+_DAMAGE_HINT = (
+    "Nothing needs to be done: before it is used again, it is fetched, sent or made again."
+)
 
 
 def examine(*, on_step: Callable[[str], None] = lambda _: None) -> Diagnosis:
@@ -184,9 +187,6 @@ def _look_at_memory(engine: Engine | None, config: Config) -> Iterable[Observati
     return observations
 
 
-_HINT = "Nothing needs to be done: before it is used again, it is fetched, sent or made again."
-
-
 def look_at_files(*, on_step: Callable[[str], None] = lambda _: None) -> list[Observation]:
     """Hold every slice and backbone in linkcpp's folders to its manifest, also unchanged ones.
 
@@ -220,7 +220,7 @@ def _look(on_step: Callable[[str], None]) -> Callable[[Path], tuple[int, Observa
         forget_checked(path)
         detail = f"{path}: {found.summary}"
         return found.checked_bytes, Observation(
-            subject="damaged file", verdict=Verdict.WARN, detail=detail, hint=_HINT
+            subject="damaged file", verdict=Verdict.WARN, detail=detail, hint=_DAMAGE_HINT
         )
 
     return look
