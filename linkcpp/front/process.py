@@ -28,8 +28,8 @@ from linkcpp.common.request_log import RequestLog
 from linkcpp.common.sockets import listen
 from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.dispatch.metrics import dispatch_metrics
+from linkcpp.front.api_keys import read_api_keys, shows_key
 from linkcpp.front.gate import Gate, GateShutError, SlotEraser
-from linkcpp.front.keys import read_api_keys, shows_key
 from linkcpp.front.proxied_request import ProxiedRequest
 from linkcpp.front.refusals import Refusal, Refusals
 from linkcpp.front.upstream import Upstream

@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from linkcpp.common.network_errors import in_words
+from linkcpp.front.api_keys import KEY_HEADERS
 from linkcpp.front.gate import InFlightRequest
-from linkcpp.front.keys import KEY_HEADERS
 from linkcpp.front.refusals import Refusal
 from linkcpp.front.upstream import STALL_SECONDS, Headers, Upstream
 

@@ -12,7 +12,7 @@ from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError, error_of_system
 from linkcpp.common.network_errors import in_words
 from linkcpp.common.sockets import HeldPort, hold_port
-from linkcpp.front.keys import read_api_key
+from linkcpp.front.api_keys import read_api_key
 
 SMOKE_TOKENS = 4
 PROBE_SECONDS = 5.0

@@ -12,7 +12,7 @@ from pathlib import Path
 from linkcpp.common.errors import LinkcppError, NotNowError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import expand_home
-from linkcpp.front.keys import read_api_key
+from linkcpp.front.api_keys import read_api_key
 from linkcpp.launch.api import hold_api_port
 from linkcpp.launch.events import first_state
 from linkcpp.launch.folder import DeploymentFolder, deployment_folder, name_from_model

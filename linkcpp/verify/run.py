@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.front.keys import read_api_key
+from linkcpp.front.api_keys import read_api_key
 from linkcpp.launch.folder import DeploymentFolder, current_deployments
 from linkcpp.launch.records import Phase
 from linkcpp.launch.status import Condition, DeploymentReport, report_on
