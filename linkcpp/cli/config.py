@@ -12,7 +12,7 @@ from linkcpp.cli.output import console, print_json
 from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import Setting, check_settings, explain_settings
-from linkcpp.common.settings import config_path, read_settings
+from linkcpp.common.config_file import config_path, read_config_file
 
 app = verb()
 
@@ -54,7 +54,7 @@ def config(
     They are in config.toml, which you write yourself; each key may be omitted. Ends with exit code
     2 where the file cannot be used as it is.
     """
-    settings = explain_settings(read_settings())
+    settings = explain_settings(read_config_file())
     variables = [each for each in VARIABLES if spelled(each.name, os.environ) is not None]
     if as_json:
         print_json(

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError
 
+from linkcpp.common.config_file import config_path, read_config_file
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
-from linkcpp.common.settings import config_path, read_settings
 from linkcpp.common.text import did_you_mean
 from linkcpp.common.units import parse_bytes
 
@@ -124,7 +124,7 @@ def load_config() -> Config:
     Raises:
         LinkcppError: the file is not TOML, or has a key or value that is not known.
     """
-    written = read_settings()
+    written = read_config_file()
     check_settings(explain_settings(written))
     return Config.model_validate(written)
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from linkcpp.common.config_file import config_path, read_config_file
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import data_folder, expand_home, home_folder
-from linkcpp.common.settings import config_path, read_settings
 from linkcpp.engine.openmp import openmp_folders
 from linkcpp.engine.records import EngineLocation
 
@@ -127,7 +127,7 @@ def _explicit_setting(explicit: Path | None) -> tuple[Path | None, str]:
     if value := os.environ.get(ENGINE_VARIABLE):
         return expand_home(Path(value)).absolute(), f"environment variable {ENGINE_VARIABLE}"
     # The cluster room checks all of the file; here one key matters.
-    setting = read_settings().get("engine")
+    setting = read_config_file().get("engine")
     if setting is None:
         return None, ""
     return expand_home(Path(str(setting))).absolute(), f"`engine` in {config_path()}"

@@ -12,9 +12,9 @@ from linkcpp import __version__
 from linkcpp.cluster.config import Config, load_config
 from linkcpp.cluster.measure import this_machine
 from linkcpp.cluster.token import make_challenge
+from linkcpp.common.config_file import config_path
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import cache_folder, config_folder, data_folder, state_folder
-from linkcpp.common.settings import config_path
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.binaries import find_engines, find_explicit_engine
 from linkcpp.engine.check import check_engine, describe, hint_for

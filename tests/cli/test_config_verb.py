@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from linkcpp.cli.config import VARIABLES, app
 from linkcpp.cluster.config import Config
+from linkcpp.common.config_file import config_path
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.settings import config_path
 
 _TOP = Path(__file__).parents[2]
 _SETUP = (_TOP / "docs/setup.md").read_text()

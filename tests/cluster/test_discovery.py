@@ -25,8 +25,8 @@ from linkcpp.cluster.mdns import Advertisement, Advertiser
 from linkcpp.cluster.probe import no_answer
 from linkcpp.cluster.records import DiscoveredNode, NodeId, NodeRecord, NodeStatus
 from linkcpp.cluster.token import store_token
+from linkcpp.common.config_file import config_path
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.settings import config_path
 from tests.cluster.peers import (
     COORDINATOR,
     OTHER_TOKEN,

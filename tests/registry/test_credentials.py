@@ -9,8 +9,8 @@ import pytest
 
 from linkcpp.cli.join_token import own_identity
 from linkcpp.cluster.identity import host_name
+from linkcpp.common.config_file import config_path
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.settings import config_path
 from linkcpp.registry.credentials import (
     HubCredentials,
     list_credentials,

@@ -15,7 +15,7 @@ def config_path() -> Path:
     return config_folder() / "config.toml"
 
 
-def read_settings() -> dict[str, Any]:
+def read_config_file() -> dict[str, Any]:
     """Read the keys of the file, not checked; none where there is no file.
 
     Raises:

@@ -6,9 +6,9 @@ import pytest
 
 from linkcpp.cluster.config import Config, load_config, parse_node_url
 from linkcpp.cluster.identity import load_identity
+from linkcpp.common.config_file import config_path
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import state_folder
-from linkcpp.common.settings import config_path
 
 
 def write_config(text: str) -> None:
