@@ -12,7 +12,7 @@ from linkcpp.model.slices.manifest import manifest_path, read_manifest
 from linkcpp.node import slice_fetch
 from linkcpp.node.client import NodeRefusedError
 from linkcpp.node.records import SliceRecord, SliceRequest, SliceState
-from tests.hub.weights.serving import SmallHub, add
+from tests.hub.weights.small_hub import SmallHub, add
 from tests.hub.weights.test_fetching import HubModelFile
 from tests.model.web_server import Server
 from tests.node.agents import RunningAgent, running_agent

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.weights.serving import SmallHub, add
+from tests.hub.weights.small_hub import SmallHub, add
 from tests.support.models import qwen3moe
 
 

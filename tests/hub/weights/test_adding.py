@@ -25,7 +25,7 @@ from linkcpp.model.parts import open_model
 from linkcpp.model.slices.model_manifest import ModelManifest
 from linkcpp.model.slices.verifying import verify_file
 from linkcpp.model.slices.writing import open_whole_model, write_backbone
-from tests.hub.weights.serving import SmallHub, add, no_bar
+from tests.hub.weights.small_hub import SmallHub, add, no_bar
 from tests.hub.weights.test_streams import get, split_model
 from tests.model.test_slice_memory import sparse_model
 from tests.model.test_slices import flip
@@ -445,7 +445,7 @@ def test_memory_does_not_grow_with_the_model_or_the_number_of_downloads(tmp_path
 SERVE = """
 import sys, threading, time
 from pathlib import Path
-from tests.hub.weights.serving import SmallHub
+from tests.hub.weights.small_hub import SmallHub
 with SmallHub(Path(sys.argv[1])) as hub:
     print(hub.url, flush=True)
     sys.stdin.read()

@@ -18,7 +18,7 @@ from linkcpp.model.slices.target import Target
 from linkcpp.model.slices.verifying import verify_file
 from linkcpp.model.slices.writing import WrittenFile, choose_segments, write_backbone, write_slice
 from linkcpp.registry.hub_model import HubAccess, HubModel
-from tests.hub.weights.serving import SmallHub, add
+from tests.hub.weights.small_hub import SmallHub, add
 from tests.hub.weights.test_streams import split_model
 from tests.model.test_backbone import emptied
 from tests.model.test_slices import cut, flip

@@ -12,7 +12,7 @@ from linkcpp.model.slices.writing import choose_segments, write_slice
 from linkcpp.registry.hub_model import HubAccess, HubModel
 from linkcpp.registry.records import Role
 from tests.hub.hubs import RunningHub, running_hub
-from tests.hub.weights.serving import add
+from tests.hub.weights.small_hub import add
 from tests.model.test_slices import cut
 from tests.support.models import qwen3moe
 

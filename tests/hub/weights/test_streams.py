@@ -20,7 +20,7 @@ from linkcpp.hub.weights.layout import Extent, Layout
 from linkcpp.hub.weights.library import Content, Library
 from linkcpp.model.slices.manifest import Manifest, manifest_path
 from linkcpp.model.slices.model_manifest import ModelManifest
-from tests.hub.weights.serving import SmallHub, add
+from tests.hub.weights.small_hub import SmallHub, add
 from tests.model import random_models as drawn
 from tests.model.test_slices import cut
 from tests.support.lengths import repeated
