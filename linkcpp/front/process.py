@@ -30,8 +30,8 @@ from linkcpp.dispatch.failures import FailureCounter
 from linkcpp.dispatch.metrics import dispatch_metrics
 from linkcpp.front.api_keys import read_api_keys, shows_key
 from linkcpp.front.gate import Gate, GateShutError, SlotEraser
+from linkcpp.front.openai_errors import ApiError, DispatchClient
 from linkcpp.front.proxied_request import ProxiedRequest
-from linkcpp.front.refusals import Refusal, Refusals
 from linkcpp.front.upstream import Upstream
 
 READY_PATTERN = r"^front ready"
@@ -72,11 +72,11 @@ class Front:
     """The ASGI application; without ``keys`` everybody is let in. ``stopping`` ends all answers."""
 
     def __init__(
-        self, upstream: Upstream, gate: Gate, refusals: Refusals, keys: tuple[str, ...]
+        self, upstream: Upstream, gate: Gate, dispatch: DispatchClient, keys: tuple[str, ...]
     ) -> None:
         self._upstream = upstream
         self._gate = gate
-        self._refusals = refusals
+        self._dispatch = dispatch
         self._keys = keys
         self.stopping = asyncio.Event()
 
@@ -92,14 +92,14 @@ class Front:
         if path == HEALTH_PATH:
             await JSONResponse({"status": "ok"})(scope, receive, send)
         elif not is_let_in and (is_computing or path == EXPERTS_METRICS_PATH):
-            await self._refuse(Refusal(401, "Invalid API Key"), scope, receive, send)
+            await self._refuse(ApiError(401, "Invalid API Key"), scope, receive, send)
         elif path == EXPERTS_METRICS_PATH:
             await self._tell_metrics(scope, receive, send)
         elif not is_computing:
             await self._proxied(scope, receive, send, with_key=is_let_in).run()
         elif _SLOT_ACTION.fullmatch(path):
-            refusal = Refusal(501, "Saving, restoring and erasing slots is switched off.")
-            await self._refuse(refusal, scope, receive, send)
+            error = ApiError(501, "Saving, restoring and erasing slots is switched off.")
+            await self._refuse(error, scope, receive, send)
         else:
             await self._compute(scope, receive, send)
 
@@ -116,25 +116,25 @@ class Front:
             async with self._gate.request() as in_flight:
                 await request.run(in_flight)
         except GateShutError as error:
-            await self._refuse(Refusal(503, str(error)), scope, receive, send)
+            await self._refuse(ApiError(503, str(error)), scope, receive, send)
             return
         # Only now, when nothing of the request is under way any more: the gate need not wait.
         if request.has_failed:
-            await request.refuse(await self._refusals.describe())
+            await request.refuse(await self._dispatch.failure())
 
     async def _tell_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a scrape of what the virtual device and its workers did."""
-        status = await self._refusals.status()
+        status = await self._dispatch.status()
         if status is None:
-            refusal = Refusal(502, "No dispatch process answers: only mode experts has one.")
-            await self._refuse(refusal, scope, receive, send)
+            error = ApiError(502, "No dispatch process answers: only mode experts has one.")
+            await self._refuse(error, scope, receive, send)
             return
         await metrics_response(dispatch_metrics(status))(scope, receive, send)
 
-    async def _refuse(self, refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["problem"] = refusal.message
-        headers = {"Retry-After": "5"} if refusal.status == httpx.codes.SERVICE_UNAVAILABLE else {}
-        answer = JSONResponse(refusal.body(), refusal.status, headers)
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["problem"] = error.message
+        headers = {"Retry-After": "5"} if error.status == httpx.codes.SERVICE_UNAVAILABLE else {}
+        answer = JSONResponse(error.body(), error.status, headers)
         await answer(scope, receive, send)
 
 
@@ -153,7 +153,7 @@ async def run_front(config: FrontConfig, announce: Announce) -> None:
     upstream = Upstream(config.engine_port, config.engine_key)
     eraser = SlotEraser(upstream, config.slot_count)
     gate = Gate(FailureCounter(config.failure_counter), eraser.erase_all)
-    front = Front(upstream, gate, Refusals(config.control_file), keys)
+    front = Front(upstream, gate, DispatchClient(config.control_file), keys)
     server = make_server(
         RequestLog(front, _is_routine),
         max_head_bytes=_MAX_HEAD_BYTES,

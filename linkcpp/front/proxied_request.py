@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from linkcpp.common.network_errors import in_words
 from linkcpp.front.api_keys import KEY_HEADERS
 from linkcpp.front.gate import InFlightRequest
-from linkcpp.front.refusals import Refusal
+from linkcpp.front.openai_errors import ApiError
 from linkcpp.front.upstream import STALL_SECONDS, Headers, Upstream
 
 # Of one hop each (RFC 9110, section 7.6.1).
@@ -32,7 +32,7 @@ _OWN_HEADERS = frozenset(
     }
 )
 _EVENT_END = b"\n\n"
-_STOPPED = Refusal(503, "The deployment was stopped.")
+_STOPPED = ApiError(503, "The deployment was stopped.")
 
 
 class ProxiedRequest:
@@ -88,16 +88,16 @@ class ProxiedRequest:
         if self._stopping.is_set() and not (is_carried or self.has_failed):
             await self.refuse(_STOPPED)
 
-    async def refuse(self, refusal: Refusal) -> None:
+    async def refuse(self, error: ApiError) -> None:
         """Answer with an error: by its status, or as an event where the answer has begun."""
-        self._scope["state"]["problem"] = refusal.message
+        self._scope["state"]["problem"] = error.message
         if not self._has_begun:
-            headers = {"Retry-After": "5"} if refusal.status == 503 else {}
-            answer = JSONResponse(refusal.body(), refusal.status, headers)
+            headers = {"Retry-After": "5"} if error.status == 503 else {}
+            answer = JSONResponse(error.body(), error.status, headers)
             await answer(self._scope, self._receive, self._send)
         elif self._is_events:
             named = {"type": "error"} if self._names_events else {}
-            data = f"data: {json.dumps({**named, **refusal.body()})}".encode()
+            data = f"data: {json.dumps({**named, **error.body()})}".encode()
             await self._put((b"event: error\n" if named else b"") + data + _EVENT_END)
             await self._put(b"", more=False)
         # Of any other answer that has begun the end is left out, which tells the client enough.
@@ -112,13 +112,13 @@ class ProxiedRequest:
                 with_key=self._with_key,
             )
         except httpx.InvalidURL:
-            await self.refuse(Refusal(400, "The request's target is not a path of this server."))
+            await self.refuse(ApiError(400, "The request's target is not a path of this server."))
             return
         except httpx.ConnectError:
-            await self.refuse(Refusal(503, "The model is not served right now: it is loading."))
+            await self.refuse(ApiError(503, "The model is not served right now: it is loading."))
             return
         except httpx.HTTPError as error:
-            await self.refuse(Refusal(502, f"The model stopped answering: {in_words(error)}."))
+            await self.refuse(ApiError(502, f"The model stopped answering: {in_words(error)}."))
             return
         try:
             await self._return(answer)
@@ -145,7 +145,7 @@ class ProxiedRequest:
                 await self._put(data)
         except httpx.HTTPError as error:
             if self._is_events:
-                await self.refuse(Refusal(502, f"The answer broke off: {in_words(error)}."))
+                await self.refuse(ApiError(502, f"The answer broke off: {in_words(error)}."))
             return
         if not self._stop_if_failed():
             await self._put(b"", more=False)

@@ -20,8 +20,8 @@ from linkcpp.common.logs import REQUEST_LOGGER, JsonFormatter
 from linkcpp.dispatch.access import ControlAccess
 from linkcpp.dispatch.control import DispatchStatus
 from linkcpp.dispatch.failures import FailureCounter
+from linkcpp.front.openai_errors import error_of
 from linkcpp.front.process import FrontConfig, run_front
-from linkcpp.front.refusals import refusal_of
 from tests.support.dripping import dripping
 
 CONTROL_TOKEN = "control"
@@ -199,11 +199,11 @@ async def test_a_failed_request_is_a_503_that_names_the_experts(
 def test_an_answer_made_of_rows_that_differ_is_refused_without_naming_anybody() -> None:
     doubt = {"layer": 1, "experts": [7], "are_in_doubt": True}
     missing = STATUS["failures"][0]
-    found = refusal_of(DispatchStatus.model_validate({**STATUS, "failures": [missing, doubt]}))
+    found = error_of(DispatchStatus.model_validate({**STATUS, "failures": [missing, doubt]}))
     assert found.status == 503
     assert "differed" in found.message
     assert not found.missing
-    found = refusal_of(DispatchStatus.model_validate({**STATUS, "failures": [doubt, missing]}))
+    found = error_of(DispatchStatus.model_validate({**STATUS, "failures": [doubt, missing]}))
     assert found.missing == {3: (4, 5, 9)}
 
 

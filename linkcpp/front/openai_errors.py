@@ -25,7 +25,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class Refusal:
+class ApiError:
     """An answer that is an error; ``missing`` has the experts of each layer that nobody had."""
 
     status: int
@@ -47,11 +47,11 @@ class Refusal:
         return {"error": error}
 
 
-def refusal_of(status: DispatchStatus) -> Refusal:
+def error_of(status: DispatchStatus) -> ApiError:
     """Say which experts nobody had in the calls that failed last, or that rows differ. Pure."""
     if status.failures and status.failures[-1].are_in_doubt:
         # Anybody may read this, so it names no machine; `linkcpp status` does.
-        return Refusal(
+        return ApiError(
             503,
             "Some of the rows that this answer was made of were computed a second time and "
             "differed, so it may be wrong and ends here. Ask again.",
@@ -68,10 +68,10 @@ def refusal_of(status: DispatchStatus) -> Refusal:
     if rest > 0:
         named[_NAMED_LAYERS:] = [f"others of {rest} more layer{'s' if rest > 1 else ''}"]
     message = f"No worker has the experts {', '.join(named)}, and there is no local fallback."
-    return Refusal(503, message, {layer: tuple(sorted(e)) for layer, e in missing.items()})
+    return ApiError(503, message, {layer: tuple(sorted(e)) for layer, e in missing.items()})
 
 
-class Refusals:
+class DispatchClient:
     """Asks the dispatch process why a request has failed.
 
     ``control_file`` says where it is; there is none while none runs.
@@ -80,12 +80,12 @@ class Refusals:
     def __init__(self, control_file: Path) -> None:
         self._control_file = control_file
 
-    async def describe(self) -> Refusal:
+    async def failure(self) -> ApiError:
         """Return the error for a request whose experts were missing."""
         status = await self.status()
         if status is None:
-            return Refusal(503, "No worker has some experts that this request needs.")
-        return refusal_of(status)
+            return ApiError(503, "No worker has some experts that this request needs.")
+        return error_of(status)
 
     async def status(self) -> DispatchStatus | None:
         """Return how the dispatch process stands; ``None`` where none answers."""
