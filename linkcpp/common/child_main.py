@@ -17,7 +17,7 @@ _Config = TypeVar("_Config", bound=Record)
 Announce = Callable[[str], None]
 
 
-def run_program(
+def run_child(
     arguments: list[str],
     config_type: type[_Config],
     run: Callable[[_Config, Announce], Coroutine[Any, Any, None]],

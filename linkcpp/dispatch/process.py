@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from linkcpp.common.child_main import Announce, run_program
+from linkcpp.common.child_main import Announce, run_child
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.http_server import make_server
 from linkcpp.common.records import Record
@@ -206,4 +206,4 @@ async def run_dispatch(config: DispatchConfig, announce: Announce) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run from a file with the configuration as JSON (``python -m linkcpp.dispatch``)."""
-    return run_program(arguments, DispatchConfig, run_dispatch)
+    return run_child(arguments, DispatchConfig, run_dispatch)

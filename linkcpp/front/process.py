@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from linkcpp.common.access import let_in
-from linkcpp.common.child_main import Announce, run_program
+from linkcpp.common.child_main import Announce, run_child
 from linkcpp.common.http_server import make_server
 from linkcpp.common.metrics import metrics_response
 from linkcpp.common.records import Record
@@ -186,4 +186,4 @@ async def run_front(config: FrontConfig, announce: Announce) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run from a file with the configuration as JSON."""
-    return run_program(arguments, FrontConfig, run_front)
+    return run_child(arguments, FrontConfig, run_front)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from linkcpp.common.child_main import Announce, run_program
+from linkcpp.common.child_main import Announce, run_child
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
 from linkcpp.common.sockets import listen
@@ -159,4 +159,4 @@ def _check(server: RunningRpcServer) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run a worker from a file with its configuration as JSON (``python -m linkcpp.worker``)."""
-    return run_program(arguments, WorkerConfig, run_worker)
+    return run_child(arguments, WorkerConfig, run_worker)
