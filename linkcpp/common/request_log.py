@@ -40,7 +40,7 @@ def note_refusal(scope: Scope, status: int) -> None:
     scope.setdefault("state", {})[_REFUSED_STATUS] = status
 
 
-class NotedAnswer:
+class TracedAnswer:
     """Sends an answer with the request's id, and keeps its ``status`` (0: none yet)."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -89,7 +89,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         started = perf_counter()
-        answer = NotedAnswer(scope, send)
+        answer = TracedAnswer(scope, send)
         try:
             await self._app(scope, receive, answer)
         except BaseException:

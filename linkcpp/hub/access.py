@@ -19,7 +19,7 @@ from linkcpp.common.access import RateLimit, let_in, read_body, refuse, replay
 from linkcpp.common.callers import caller as caller_address
 from linkcpp.common.http_server import MAX_HEAD_BYTES
 from linkcpp.common.metrics import METRICS_PATH
-from linkcpp.common.request_log import NotedAnswer, request_id_of
+from linkcpp.common.request_log import TracedAnswer, request_id_of
 from linkcpp.common.text import printable
 from linkcpp.hub.directory import Directory
 from linkcpp.hub.errors import HINT_JOIN, ApiError, revoked
@@ -129,7 +129,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         started = perf_counter()
-        answer = NotedAnswer(scope, send)
+        answer = TracedAnswer(scope, send)
         try:
             await self._serve(scope, receive, answer)
         finally:

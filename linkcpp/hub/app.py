@@ -14,7 +14,7 @@ from linkcpp.common.records import ErrorBody
 from linkcpp.hub.access import Access, TokenCheck
 from linkcpp.hub.edge_routes import add_edge_routes
 from linkcpp.hub.errors import ApiError
-from linkcpp.hub.heartbeats import HeartbeatCall
+from linkcpp.hub.heartbeats import HeartbeatEndpoint
 from linkcpp.hub.machine_routes import add_machine_routes
 from linkcpp.hub.openapi import describe
 from linkcpp.hub.roles import OPENAPI_PATH, Caller, allow, check_routes
@@ -53,7 +53,7 @@ def create_app(
     check_routes(app.routes)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return Access(
-        HeartbeatCall(app, hub.registrar),
+        HeartbeatEndpoint(app, hub.registrar),
         TokenCheck(hub.identity, hub.directory, hub.clock),
         hub.metrics,
         failures=failures or RateLimit(),

@@ -71,7 +71,7 @@ class Edge:
     rtts_ms: Mapping[str, float] = field(default_factory=dict)
 
 
-class Waiting(NamedTuple):
+class PendingOffer(NamedTuple):
     """An offer that its machine may not have got yet."""
 
     offer: EdgeOffer
@@ -88,7 +88,7 @@ class Directory:
         # Those whose rows are being written: nobody is told of them yet, but limits count them.
         self.pending_edges: dict[str, Edge] = {}
         # By machine and edge: what the next heartbeat is answered with.
-        self.waiting: dict[str, dict[str, Waiting]] = {}
+        self.waiting: dict[str, dict[str, PendingOffer]] = {}
 
     def online(self, now: float) -> list[Candidate]:
         """Return the gateways that may be given edges, with how many they have or will have."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from linkcpp.common.access import RateLimit
 from linkcpp.hub.assignment import choose_gateway
-from linkcpp.hub.directory import Directory, Edge, Machine, Waiting
+from linkcpp.hub.directory import Directory, Edge, Machine, PendingOffer
 from linkcpp.hub.edge_rows import close_edges, insert_edge, update_gateways
 from linkcpp.hub.errors import ApiError
 from linkcpp.hub.events import EventSockets
@@ -259,7 +259,7 @@ class Edges:
         self._events.push(me.node_id, EdgeEvent(offer=offer))
         if role is EdgeRole.NODE:
             waiting = self._directory.waiting.setdefault(me.node_id, {})
-            waiting[edge.edge_id] = Waiting(offer, self._clock() + PAIRING_SECONDS)
+            waiting[edge.edge_id] = PendingOffer(offer, self._clock() + PAIRING_SECONDS)
 
     def _offer(self, edge: Edge, role: EdgeRole) -> EdgeOffer:
         me, peer = self._sides(edge, role)

@@ -19,7 +19,7 @@ _NOTHING_NEW: Final = HeartbeatAnswer(interval_seconds=HEARTBEAT_SECONDS).model_
 _HEADERS: Final = [(b"content-type", b"application/json")]
 
 
-class HeartbeatCall:
+class HeartbeatEndpoint:
     """Answers ``POST /v1/heartbeat``; everything else goes to ``app``."""
 
     def __init__(self, app: ASGIApp, registrar: Registrar) -> None:

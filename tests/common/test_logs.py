@@ -12,7 +12,7 @@ from starlette.types import Message
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.logs import LOG_FORMAT_VARIABLE, REQUEST_LOGGER, log_to_handler
 from linkcpp.common.request_ids import begin_request, current_request_id, request_id_headers
-from linkcpp.common.request_log import NotedAnswer
+from linkcpp.common.request_log import TracedAnswer
 
 REQUEST = {"method": "GET", "path": "/x", "status": 503, "ms": 1.5, "request_id": "r"}
 
@@ -62,7 +62,7 @@ async def test_an_answer_has_the_id_of_its_request_and_no_other(kind: str) -> No
 
     scope = {"type": "http", "headers": [(b"x-request-id", b"mine")]}
     theirs = [(b"X-Request-ID", b"of-llama-server"), (b"Via", b"x")]
-    await NotedAnswer(scope, send)({"type": kind, "headers": theirs})
+    await TracedAnswer(scope, send)({"type": kind, "headers": theirs})
     assert sent[0]["headers"] == [(b"Via", b"x"), (b"x-request-id", b"mine")]
 
 
@@ -72,10 +72,10 @@ async def test_a_websocket_that_is_closed_before_it_is_accepted_was_refused() ->
     async def send(message: Message) -> None:
         sent.append(message)
 
-    answer = NotedAnswer({"type": "websocket", "headers": []}, send)
+    answer = TracedAnswer({"type": "websocket", "headers": []}, send)
     await answer({"type": "websocket.close"})
     assert (answer.status, sent) == (403, [{"type": "websocket.close"}])
-    accepted = NotedAnswer({"type": "websocket", "headers": []}, send)
+    accepted = TracedAnswer({"type": "websocket", "headers": []}, send)
     await accepted({"type": "websocket.accept"})
     await accepted({"type": "websocket.close"})
     assert (accepted.status, sent[-1]) == (101, {"type": "websocket.close"})
