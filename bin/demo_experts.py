@@ -32,6 +32,7 @@ from demo_parts import (
     title,
     tokens_of,
 )
+from moeify import moeify
 from rich.table import Table
 
 from linkcpp.cli.output import working
@@ -40,7 +41,6 @@ from linkcpp.common.sockets import free_port
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.model.inventory import read_inventory
-from linkcpp.model.moeify import moeify
 from linkcpp.node.limits import AGENT_BYTES
 
 EXPERT_COUNT = 8

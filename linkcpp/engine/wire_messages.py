@@ -104,12 +104,6 @@ class CopyTensor(NamedTuple):
     destination: bytes
 
 
-class TensorRecordBytes(NamedTuple):
-    """INIT_TENSOR."""
-
-    tensor: bytes
-
-
 class GetAllocSize(NamedTuple):
     """GET_ALLOC_SIZE: ``sources`` are ten tensor records."""
 
@@ -153,7 +147,6 @@ BUFFER_CLEAR = Payload(BufferClear, "<QB")
 TENSOR_HASH = Payload(TensorHash, f"<{_TENSOR}QQ")
 GET_TENSOR = Payload(GetTensor, f"<{_TENSOR}QQ")
 COPY_TENSOR = Payload(CopyTensor, f"<{_TENSOR}{_TENSOR}")
-INIT_TENSOR = Payload(TensorRecordBytes, f"<{_TENSOR}")
 GET_ALLOC_SIZE = Payload(GetAllocSize, f"<I{_TENSOR}{10 * TENSOR_BYTES}s")
 MEMSET_TENSOR = Payload(MemsetTensor, f"<{_TENSOR}QQB")
 DEVICE_MEMORY = Payload(DeviceMemory, "<QQ")

@@ -81,7 +81,6 @@ class Header:
     version: int
     metadata: dict[str, Value]
     tensors: tuple[TensorInfo, ...]
-    alignment_bytes: int
     data_offset_bytes: int
     digest: bytes
 
@@ -116,7 +115,7 @@ def read_header(source: ByteSource) -> Header:
         for name, kind, shape, offset, size in described
     )
     _check_layout(tensors, data_offset, alignment, source)
-    return Header(version, metadata, tensors, alignment, data_offset, digest)
+    return Header(version, metadata, tensors, data_offset, digest)
 
 
 def _read_preamble(cursor: HeaderCursor, source: ByteSource) -> int:

@@ -1,7 +1,6 @@
 """The node agent's HTTP API: ``linkcpp.node.records`` lists its calls."""
 
 import asyncio
-import logging
 from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, Path, Query, Request, WebSocket
@@ -43,7 +42,6 @@ MAX_ECHO_BYTES = 64 * 2**20
 ECHO_DEADLINE_SECONDS = 60.0
 MAX_LOG_LINES = 10_000
 
-_log = logging.getLogger(__name__)
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}}
 _PATH_ID = Path(pattern=r"^[0-9a-f]{32}$", description="The id that POST /v1/servers answered")
 _Id = Annotated[str, _PATH_ID]

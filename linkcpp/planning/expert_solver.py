@@ -44,11 +44,6 @@ class ExpertCounts:
     layers_ms: Floats
     bound_ms: float
 
-    @property
-    def total_ms(self) -> float:
-        """Time of all layers one after the other."""
-        return float(self.layers_ms.sum())
-
 
 def fits(problem: ExpertProblem) -> bool:
     """Tell whether all experts find room, whatever time it takes."""

@@ -7,10 +7,10 @@ import gguf
 import numpy as np
 import pytest
 
+from bin.moeify import moeify
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.inventory import read_inventory
-from linkcpp.model.moeify import moeify
 from tests.support.models import TINY_MODELS, llama, smollm2_mixture, smollm2_path
 from tests.support.swarm import probabilities, running_llama_server
 

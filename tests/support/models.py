@@ -15,8 +15,8 @@ import gguf
 import numpy as np
 import pytest
 
+from bin.moeify import moeify
 from linkcpp.engine.tiny_model import tiny_model
-from linkcpp.model.moeify import moeify
 from tests.support.tiny_model import MXFP4, Q4_K, Q6_K, Q8_0, TinyModel
 
 
