@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,9 +69,18 @@ class Host(NamedTuple):
     def discover(self, *options: str) -> list[dict[str, Any]]:
         """Run ``linkcpp discover --json`` on this host; returns the nodes."""
         process = self.start("-m", "linkcpp.cli.main", "discover", "--json", *options)
-        out, errors = process.communicate(timeout=60)
+        out, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
         nodes: list[dict[str, Any]] = json.loads(out)["nodes"]
+        return nodes
+
+    def discover_until(
+        self, are_there: Callable[[list[dict[str, Any]]], object]
+    ) -> list[dict[str, Any]]:
+        """Discover until nodes are as wanted: a busy machine may be late for one search."""
+        for _ in range(20):
+            if are_there(nodes := self.discover()):
+                break
         return nodes
 
 

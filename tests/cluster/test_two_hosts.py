@@ -56,12 +56,16 @@ def test_a_node_on_another_host_is_found_at_every_address_that_is_really_its_own
     hosts: tuple[Host, Host],
 ) -> None:
     far, near = hosts
+
+    def is_known(nodes: list[dict[str, Any]]) -> bool:
+        links = {node["name"]: node["link"] for node in nodes}
+        far = links.get("far") or {}
+        return far.get("bytes_per_second") is not None and "near" in links
+
     with far.agent("--name", "far"), near.agent("--name", "near"):
-        # Measuring the link has a short deadline, which a busy machine may miss now and then.
-        for _ in range(5):
-            nodes = near.discover()
-            if named(nodes, "far")["link"]["bytes_per_second"] is not None:
-                break
+        nodes = near.discover_until(
+            lambda nodes: is_known(nodes) and "fe80" in str(named(nodes, "far")["urls"])
+        )
     # Both have docker0 with 172.17.0.1: told by the far host, it leads to the near one.
     node = named(nodes, "far")
     assert node["status"] == "ready", node
@@ -79,7 +83,8 @@ def test_a_node_on_another_host_is_found_at_every_address_that_is_really_its_own
 def test_a_node_is_found_by_its_link_local_address_alone(hosts: tuple[Host, Host]) -> None:
     far, near = hosts
     with far.agent("--name", "far"):
-        url = next(url for url in named(near.discover(), "far")["urls"] if "fe80" in url)
+        nodes = near.discover_until(lambda nodes: "fe80" in str(nodes))
+        url = next(url for url in named(nodes, "far")["urls"] if "fe80" in url)
         node = named(near.discover("--no-mdns", "--node", url), "far")
     assert node["urls"] == [url]
     assert node["status"] == "ready"
@@ -100,7 +105,12 @@ def test_a_node_with_another_token_and_a_rogue_that_stalls_are_told_as_such(
         ),
         far.running("-c", STALLING_ROGUE, until="advertised") as rogue,
     ):
-        nodes = near.discover()
+        nodes = near.discover_until(
+            lambda nodes: (
+                {node["name"]: node["status"] for node in nodes}
+                == {"far": "ready", "stranger": "wrong_token", "rogue": "stale"}
+            )
+        )
         assert rogue.stdout is not None
         assert rogue.stdout.readline() == "asked\n"
     assert named(nodes, "far")["status"] == "ready"
