@@ -21,6 +21,7 @@ from tests.dispatch.test_exactness import SHORT, even_shares
 from tests.support import models
 from tests.support.swarm import (
     TOKEN,
+    UNHURRIED,
     Device,
     Running,
     as_json,
@@ -107,6 +108,7 @@ class Cluster:
 
     def device(self, entries: list[NewWorker], *, full: bool, **options: Any) -> Device:
         model = str(self.model) if full else None
+        options = UNHURRIED | options
         running = running_device(
             self.engine, self.model, entries, self.folder, fallback_model=model, **options
         )
@@ -135,7 +137,7 @@ def workers_of(device: Device) -> dict[str, Any]:
 
 def check(device: Device, name: str, layer: int = 0, expert_count: int = 4) -> Any:
     body = {"layer": layer, "expert_count": expert_count}
-    return device.control.post(f"/workers/{name}/check", json=body, timeout=60)
+    return device.control.post(f"/workers/{name}/check", json=body)
 
 
 def test_an_honest_worker_is_checked_against_the_model_and_does_all_the_work(

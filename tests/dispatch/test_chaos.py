@@ -143,8 +143,14 @@ def test_workers_that_die_and_return_at_random_change_nothing(swarm: Swarm) -> N
     chance = np.random.default_rng(EVENTS)
     done = threading.Event()
 
+    def failures() -> int:
+        return sum(worker["failure_count"] for worker in swarm.device.status()["workers"])
+
     def strike() -> None:
-        for _ in range(EVENTS):
+        # On a busy machine a link may not be back yet when it is cut again.
+        for event in range(10 * EVENTS):
+            if event >= EVENTS and failures() >= EVENTS // 4:
+                break
             number = int(chance.integers(2))
             if chance.random() < 0.8:
                 swarm.relays[number].cut()
@@ -166,9 +172,8 @@ def test_workers_that_die_and_return_at_random_change_nothing(swarm: Swarm) -> N
         answers += 1
     thread.join()
     assert answers
-    status = swarm.device.status()
-    assert status["failed_pair_count"] == 0
-    assert sum(worker["failure_count"] for worker in status["workers"]) >= EVENTS // 4
+    assert swarm.device.status()["failed_pair_count"] == 0
+    assert failures() >= EVENTS // 4
     # All of them are used again.
     swarm.device.wait_until("all(w['state'] == 'up' for w in s['workers'])")
     print(f"{EVENTS} events, {answers} answers of {TOKENS} tokens, all equal")

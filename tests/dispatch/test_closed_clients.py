@@ -26,7 +26,7 @@ class Client:
     """A client of the device that has greeted."""
 
     def __init__(self, device: Device) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", device.port), 30)
+        self.socket = socket.create_connection(("127.0.0.1", device.port), 120)
         self.socket.sendall(encode_request(Command.HELLO, messages.PLAIN_TCP))
         self.major = self.answer()[0]
 
@@ -60,7 +60,7 @@ def held_bytes(device: Device) -> int:
 
 
 def wait_for_less(device: Device, max_bytes: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (held := held_bytes(device)) > max_bytes:
         assert time.monotonic() < deadline, f"{held} bytes are held, not {max_bytes}"
         time.sleep(0.05)

@@ -11,6 +11,7 @@ from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.slabs import GgufSlabs
 from tests.support import models
 from tests.support.swarm import (
+    UNHURRIED,
     Device,
     Server,
     as_json,
@@ -68,7 +69,9 @@ def swarm(
             name = f"w{number}"
             worker = running_worker(engine, model, share, folder, name=name)
             entries.append(worker_entry(name, stack.enter_context(worker)))
-        device: Device = stack.enter_context(running_device(engine, model, entries, folder))
+        device: Device = stack.enter_context(
+            running_device(engine, model, entries, folder, **UNHURRIED)
+        )
         server: Server = stack.enter_context(
             running_llama_server(engine, model, folder, device_port=device.port, extra=extra)
         )

@@ -5,7 +5,6 @@ import json
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from tests.dispatch.test_exactness import SHORT, even_shares, expert_counts
 from tests.support import models
 from tests.support.swarm import (
     TOKEN,
+    UNHURRIED,
     Device,
     Server,
     answer_while,
@@ -183,7 +183,7 @@ def test_with_nobody_left_llama_server_lives_on_and_the_failure_is_counted(
     faults: Faults,
 ) -> None:
     first = faults.worker("a")
-    device, server = faults.serve([worker_entry("a", first)], patience_seconds=0.5)
+    device, server = faults.serve([worker_entry("a", first)], patience_seconds=0.5, **UNHURRIED)
     first.process.kill()
     server.complete(SHORT, 4)
     status = device.status()
@@ -267,9 +267,7 @@ def test_a_worker_that_answers_nonsense_is_passed_over(kind: str, faults: Faults
     honest = faults.worker("a")
     # Checks are off: it is while tokens flow that it must be passed over.
     device, server = faults.serve([liar.entry, worker_entry("a", honest)], check_rows=False)
-    began = time.monotonic()
     assert as_json(server.complete(SHORT, TOKENS)) == faults.wanted
-    assert time.monotonic() - began < 100
     status = device.status()
     assert liar.asked > 0
     assert status["workers"][0]["failure_count"] > 0
@@ -284,7 +282,7 @@ def test_zeros_that_stood_for_rows_are_gone_once_the_slot_is_erased(
     model = models.qwen3moe()
     with running_llama_server(stock_engine, model, tmp_path, label="alone") as alone:
         wanted = alone.complete(SHORT, 8)
-    nobody = {"zero_missing": True, "patience_seconds": 0.1}
+    nobody = {"zero_missing": True, "patience_seconds": 0.1, **UNHURRIED}
     extra = ("--slot-save-path", f"{tmp_path}/")
     with contextlib.ExitStack() as stack:
         device = stack.enter_context(running_device(stock_engine, model, [], tmp_path, **nobody))

@@ -4,7 +4,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from tests.support.rpc_servers import process_on, rpc_server
 from tests.worker.test_worker import SWIGLU, WIDTH
 
 LAYERS, EXPERTS, CHOSEN = 4, 16, 4
-HANG_SECONDS = 30
+HANG_SECONDS = 120
 MODEL_CHAIN = KeyedChain.of(1, SWIGLU)
 
 
@@ -200,11 +200,14 @@ def test_a_server_that_falls_silent_after_it_made_room_is_late_like_any_other(
     addresses = [servers.address(name) for name in ("one", "two")]
     swarm = servers.swarm(*addresses)
     chain = swarm.learn(0, SWIGLU)
-    wanted = swarm.compute(a_job(1, 3, chain))
     # Scratch memory grows here; with 1500 tokens it would have to grow again.
     for seed in (1, 2):
         swarm.compute(a_job(200, seed, chain))
-    silent = _asked_most(swarm.holders.all(), addresses)
+    before = {holder.name: holder.pair_count for holder in swarm.holders.all()}
+    wanted = swarm.compute(a_job(1, 3, chain))
+    most = max(swarm.holders.all(), key=lambda each: each.pair_count - before[each.name])
+    silent = next(address for address in addresses if address.name == most.name)
+    late_count = swarm.counters.late_count
     process = process_on(silent.port)
     process.suspend()
     try:
@@ -212,14 +215,9 @@ def test_a_server_that_falls_silent_after_it_made_room_is_late_like_any_other(
     finally:
         process.resume()
     assert tokens > 1 or (found == wanted).all()
-    assert swarm.counters.late_count == 1
+    assert swarm.counters.late_count > late_count
     until(lambda: all(holder.state == LinkState.UP for holder in swarm.holders.all()))
     assert (swarm.compute(a_job(tokens, 3, chain)) == found).all()
-
-
-def _asked_most(holders: Sequence[Holder], addresses: Sequence[ServerAddress]) -> ServerAddress:
-    most = max(holders, key=lambda holder: holder.pair_count)
-    return next(address for address in addresses if address.name == most.name)
 
 
 def test_a_server_that_is_removed_while_it_is_checked_holds_nobody_up(servers: Servers) -> None:

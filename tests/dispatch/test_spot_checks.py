@@ -19,6 +19,7 @@ from tests.support.swarm import (
     Device,
     Server,
     as_json,
+    ask_until,
     own_server,
     running_llama_server,
     worker_entry,
@@ -58,6 +59,11 @@ class Lying(Cluster):
         return FailureCounter(self.counter_file).value
 
 
+def asked(device: Device, server: Server, what: str) -> dict[str, Any]:
+    """Ask until something holds: which pieces are compared is drawn, and how many are, too."""
+    return ask_until(device, server, what, prompt=SHORT, count=24)
+
+
 @pytest.fixture
 def lying(stock_engine: EngineLocation, tmp_path: Path) -> Iterator[Lying]:
     with contextlib.ExitStack() as stack:
@@ -67,10 +73,10 @@ def lying(stock_engine: EngineLocation, tmp_path: Path) -> Iterator[Lying]:
 def test_rows_that_turn_negative_are_found_with_the_fallback_and_not_used(lying: Lying) -> None:
     device, server = lying.serve([lying.liar()], full=True)
     wanted = as_json(server.complete(SHORT, 24))
-    assert device.wait_until("s['spot_check_count'] > 0")["differences"] == []
+    assert asked(device, server, "s['spot_check_count'] > 0")["differences"] == []
     lying.factor[0] = -1
     assert as_json(server.complete(SHORT, 24)) != wanted
-    status = device.wait_until("s['workers'][0]['state'] == 'refused'")
+    status = asked(device, server, "s['workers'][0]['state'] == 'refused'")
     assert "are not those of the model (cosine -1.000000)" in status["workers"][0]["detail"]
     (sentence,) = device.wait_until("s['differences']")["differences"]
     assert sentence.startswith("Worker liar is no longer used: its rows for expert ")
@@ -85,8 +91,7 @@ def test_with_three_holders_the_odd_one_is_not_used_any_more(lying: Lying) -> No
     device, server = lying.serve([lying.liar(), *lying.honest("a", "b")], full=False)
     wanted = as_json(server.complete(SHORT, 24))
     lying.factor[0] = -1
-    server.complete(SHORT, 24)
-    device.wait_until("s['workers'][0]['state'] == 'refused'")
+    asked(device, server, "s['workers'][0]['state'] == 'refused'")
     assert as_json(server.complete(SHORT, 24)) == wanted
     status = device.status()
     assert [worker["state"] for worker in status["workers"]] == ["refused", "up", "up"]
@@ -96,11 +101,9 @@ def test_with_three_holders_the_odd_one_is_not_used_any_more(lying: Lying) -> No
 
 def test_with_two_holders_that_differ_nobody_knows_and_answers_fail(lying: Lying) -> None:
     device, server = lying.serve([lying.liar(), *lying.honest("a")], full=False)
-    server.complete(SHORT, 24)
-    assert device.wait_until("s['spot_check_count'] > 0")["difference_count"] == 0
+    assert asked(device, server, "s['spot_check_count'] > 0")["difference_count"] == 0
     lying.factor[0] = -1
-    server.complete(SHORT, 24)
-    status = device.wait_until("s['differences']")
+    status = asked(device, server, "s['differences']")
     (sentence,) = status["differences"]
     assert sentence.startswith("Workers a and liar have different rows for expert ")
     assert "nobody can tell without the whole model here or a third worker" in sentence
@@ -109,27 +112,23 @@ def test_with_two_holders_that_differ_nobody_knows_and_answers_fail(lying: Lying
     before = lying.failure_count
     assert before >= 1
     # As long as it goes on, every answer fails.
-    server.complete(SHORT, 24)
-    device.wait_until(f"s['difference_count'] > {status['difference_count']}")
+    asked(device, server, f"s['difference_count'] > {status['difference_count']}")
     assert lying.failure_count > before
 
 
 def test_rows_that_are_a_little_off_are_found_where_they_were_exact_before(lying: Lying) -> None:
     device, server = lying.serve([lying.liar()], full=True, spot_check_rate=1.0)
-    server.complete(SHORT, 24)
-    assert device.wait_until("s['spot_check_count'] > 40")["difference_count"] == 0
+    assert asked(device, server, "s['spot_check_count'] > 40")["difference_count"] == 0
     # No check of another backend would see this.
     lying.factor[0] = 1.001
-    server.complete(SHORT, 24)
-    status = device.wait_until("s['workers'][0]['state'] == 'refused'")
+    status = asked(device, server, "s['workers'][0]['state'] == 'refused'")
     assert "are not those of the model (cosine 1.000000)" in status["workers"][0]["detail"]
 
 
 def test_a_worker_that_was_always_a_little_off_is_taken_for_another_backend(lying: Lying) -> None:
     lying.factor[0] = 1.001
     device, server = lying.serve([lying.liar()], full=True, spot_check_rate=1.0)
-    server.complete(SHORT, 24)
-    status = device.wait_until("s['spot_check_count'] > 40")
+    status = asked(device, server, "s['spot_check_count'] > 40")
     assert status["difference_count"] == lying.failure_count == 0
     assert status["workers"][0]["state"] == "up"
 
@@ -147,7 +146,7 @@ def test_honest_holders_never_differ(engine: EngineLocation, tmp_path: Path) -> 
                 assert as_json(server.complete(prompt, count)) == as_json(
                     alone.complete(prompt, count)
                 )
-        status = device.wait_until("s['spot_check_count'] > 100")
+        status = asked(device, server, "s['spot_check_count'] > 100")
         assert status["difference_count"] == lying.failure_count == 0
         assert status["fallback"]["pair_count"] == status["rerouted_pair_count"] == 0
         assert [worker["state"] for worker in status["workers"]] == ["up"] * 3

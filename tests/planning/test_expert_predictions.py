@@ -19,6 +19,7 @@ from tests.planning.clusters import GIGABYTE, cluster, device, node
 from tests.support import models
 from tests.support.memory import peak_bytes
 from tests.support.swarm import (
+    UNHURRIED,
     as_json,
     running_device,
     running_llama_server,
@@ -73,7 +74,7 @@ def test_a_plan_runs_as_it_says_with_the_bits_of_one_machine(
         for number, share in enumerate(plan.expert_shares):
             worker = running_worker(engine, path, segments_of(share), tmp_path, name=f"w{number}")
             entries.append(worker_entry(f"w{number}", stack.enter_context(worker)))
-        virtual = stack.enter_context(running_device(engine, path, entries, tmp_path))
+        virtual = stack.enter_context(running_device(engine, path, entries, tmp_path, **UNHURRIED))
         placement = server_arguments(plan, {}, experts_at=f"127.0.0.1:{virtual.port}")
         server = stack.enter_context(running_llama_server(engine, path, tmp_path, extra=placement))
         assert as_json(server.complete(PROMPT, 24)) == wanted
