@@ -31,6 +31,6 @@ def test_a_watch_into_a_file_says_what_it_sees(tmp_path: Path) -> None:
                 time.sleep(0.05)
         finally:
             watching.send_signal(signal.SIGINT)
-        assert watching.wait(30) == 130
+        assert watching.wait(120) == 130
     (line,) = [line for line in seen.read_text().splitlines() if "127.0.0.1:9" in line]
     assert re.match(r"\d\d:\d\d:\d\d ", line)

@@ -22,7 +22,7 @@ def run(
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
         env=os.environ | environment,
     )
 
@@ -77,6 +77,6 @@ def test_a_second_hub_on_one_data_folder_is_refused(tmp_path: Path) -> None:
         assert any("Ctrl-C stops it" in line for line in first.stdout)
         done = run("hub", "--data", str(tmp_path / "hub"), "--port", "0")
         first.send_signal(signal.SIGINT)
-        first.communicate(timeout=30)
+        first.communicate(timeout=120)
     assert done.returncode == EXIT_NOT_NOW
     assert "runs already with the data folder" in done.stderr

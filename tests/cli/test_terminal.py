@@ -50,7 +50,7 @@ def run(
             stderr=subprocess.PIPE,
             encoding="utf-8",
             env={**os.environ, **(environment or {})},
-            timeout=60,
+            timeout=300,
             check=False,
         )
     finally:
@@ -132,7 +132,7 @@ def test_a_reader_that_goes_away_is_no_error(options: list[str]) -> None:
             [*_PROGRAM, "inspect", *options, "122B"],
             stdout=writer,
             stderr=subprocess.PIPE,
-            timeout=60,
+            timeout=300,
             check=False,
         )
     finally:
@@ -162,7 +162,7 @@ def test_a_token_is_not_read_from_a_closed_input() -> None:
     ended = subprocess.run(
         ["/bin/sh", "-c", f"'{sys.executable}' -m linkcpp token set <&-"],
         capture_output=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == 2
@@ -180,7 +180,7 @@ def test_ctrl_c_at_a_prompt_ends_with_130() -> None:
         while b"Token" not in seen:
             seen += os.read(master, 1024)
         os.write(master, b"\x03")
-        assert process.wait(30) == 130
+        assert process.wait(120) == 130
     finally:
         process.kill()
         process.wait()
@@ -358,7 +358,7 @@ def test_a_verb_without_its_extra_has_its_help_and_says_what_it_needs_when_it_is
 ) -> None:
     def ask(*more: str) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, "-c", _WITHOUT_EXTRA, *words, *more]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
     described = ask("--help")
     assert described.returncode == 0
@@ -426,7 +426,7 @@ def test_two_set_ups_in_one_checkout_wait_for_each_other(tmp_path: Path) -> None
     assert "waiting for it" in process.stderr.readline()
     lock.unlink()
     lock.symlink_to("process-999999999")  # left by one that was killed
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=120)
     assert "could not make a virtual environment" in told
     assert not lock.is_symlink()
 

@@ -11,9 +11,9 @@ from linkcpp.common.http_client import RemoteService, ServiceError
 from linkcpp.common.network_errors import in_words
 
 
-async def _fail(url: str) -> Exception:
+async def _fail(url: str, *, timeout_seconds: float = 60.0) -> Exception:
     try:
-        async with httpx.AsyncClient(timeout=0.5, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=timeout_seconds, trust_env=False) as http:
             await http.get(url)
     except httpx.HTTPError as error:
         return error
@@ -37,14 +37,15 @@ async def test_a_service_that_stalls_closes_or_speaks_no_tls() -> None:
     async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    for serve, scheme, words in (
-        (stall, "http", "no answer in time"),
-        (close, "http", "it closed the connection"),
-        (close, "https", "connection"),
+    for serve, scheme, words, seconds in (
+        (stall, "http", "no answer in time", 0.5),
+        (close, "http", "it closed the connection", 60.0),
+        (close, "https", "connection", 60.0),
     ):
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            assert words in in_words(await _fail(f"{scheme}://127.0.0.1:{port}"))
+            failed = await _fail(f"{scheme}://127.0.0.1:{port}", timeout_seconds=seconds)
+            assert words in in_words(failed)
 
 
 @pytest.mark.parametrize("kind", [httpx.ReadTimeout, httpx.ConnectError, httpx.ReadError, OSError])

@@ -44,7 +44,7 @@ def copy_engine(engine: EngineLocation, folder: Path, *, without: str | None = N
 
 def has_ended(pid: int) -> bool:
     """Wait a while for a process to end; one that nobody reaped yet has ended too."""
-    for _ in range(500):
+    for _ in range(3000):
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 return True

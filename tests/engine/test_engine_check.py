@@ -14,7 +14,7 @@ from linkcpp.engine.cpu_features import usable_features
 from linkcpp.engine.fingerprint import read_compiled_features, read_devices, read_fingerprint
 from linkcpp.engine.probe import EngineProblemFound, run_program
 from linkcpp.engine.problems import ProblemCode
-from linkcpp.engine.records import EngineLocation
+from linkcpp.engine.records import EngineLocation, EngineProblem
 from linkcpp.engine.sources import PREBUILT, SOURCE, PackageSource
 from linkcpp.engine.trial import TrialLimits, run_trial
 from tests.engine.find_support import (
@@ -333,6 +333,20 @@ def test_a_program_whose_loader_is_missing_misses_a_library(
     assert "loader" in problem.message
 
 
+# A busy machine may need longer to start a program at all.
+DEADLINES = (1.0, 5.0, 30.0)
+
+
+def ended_at_its_deadline(engine: EngineLocation, program: Path, marker: Path) -> EngineProblem:
+    """Run a program that hangs once it has written its marker; return what is told of it."""
+    for seconds in DEADLINES:
+        with pytest.raises(EngineProblemFound) as found:
+            run_program(engine, program, ("--version",), deadline_seconds=seconds)
+        if marker.exists() and marker.read_text():
+            break
+    return found.value.problem
+
+
 def test_a_program_that_hangs_is_ended_at_its_deadline(
     stock_engine: EngineLocation, tmp_path: Path
 ) -> None:
@@ -341,9 +355,7 @@ def test_a_program_that_hangs_is_ended_at_its_deadline(
         tmp_path / "llama-server",
         f"open({str(marker)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
     )
-    with pytest.raises(EngineProblemFound) as found:
-        run_program(stock_engine, program, ("--version",), deadline_seconds=1.0)
-    assert found.value.problem.code == ProblemCode.TIMED_OUT
+    assert ended_at_its_deadline(stock_engine, program, marker).code == ProblemCode.TIMED_OUT
     assert has_ended(int(marker.read_text()))
 
 
@@ -354,8 +366,7 @@ def test_what_a_hanging_program_started_is_ended_with_it(
     program = write_shell_program(
         tmp_path / "llama-server", f"sleep 600 & printf $! > {marker}; wait"
     )
-    with pytest.raises(EngineProblemFound):
-        run_program(stock_engine, program, ("--version",), deadline_seconds=1.0)
+    assert ended_at_its_deadline(stock_engine, program, marker).code == ProblemCode.TIMED_OUT
     assert has_ended(int(marker.read_text()))
 
 
@@ -364,7 +375,7 @@ def test_a_program_that_never_stops_talking_is_cut_off(
 ) -> None:
     program = write_shell_program(tmp_path / "llama-server", "exec yes")
     with pytest.raises(EngineProblemFound, match="llama-server prints without end"):
-        run_program(stock_engine, program, ("--help",), deadline_seconds=20.0)
+        run_program(stock_engine, program, ("--help",), deadline_seconds=120.0)
 
 
 def test_escape_sequences_that_a_program_prints_are_taken_out(
@@ -372,7 +383,7 @@ def test_escape_sequences_that_a_program_prints_are_taken_out(
 ) -> None:
     script = r"printf '\033[31mred\033[0m\007\302\233 end\n'"
     program = write_shell_program(tmp_path / "llama-server", script)
-    result = run_program(stock_engine, program, ("--help",), deadline_seconds=20.0)
+    result = run_program(stock_engine, program, ("--help",), deadline_seconds=120.0)
     assert result.output == "red end"
 
 
@@ -398,8 +409,11 @@ def test_a_server_that_hangs_in_the_trial_times_out_and_is_ended(
     )
     assert location.llama_server is not None
     assert location.rpc_server is not None
-    limits = TrialLimits(start_seconds=2.0, load_seconds=2.0, answer_seconds=2.0)
-    trial = run_trial(location, location.llama_server, location.rpc_server, limits)
+    for seconds in (2.0, *DEADLINES[1:]):
+        limits = TrialLimits(start_seconds=seconds, load_seconds=seconds, answer_seconds=seconds)
+        trial = run_trial(location, location.llama_server, location.rpc_server, limits)
+        if marker.exists() and marker.read_text():
+            break
     assert trial.problem is not None
     assert trial.problem.code == ProblemCode.TIMED_OUT
     assert has_ended(int(marker.read_text()))

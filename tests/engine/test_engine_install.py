@@ -299,7 +299,7 @@ def test_ctrl_c_ends_the_installer_and_leaves_nothing(tmp_path: Path, linkcpp_ho
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 130

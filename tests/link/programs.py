@@ -68,7 +68,7 @@ async def pump(port: int, data: bytes, *, piece_bytes: int = 1 << 16) -> bytes:
         writer.close()
 
 
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     """Wait until something holds."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event

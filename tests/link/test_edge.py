@@ -36,7 +36,7 @@ async def test_a_gateway_that_dies_in_a_transfer_costs_no_byte() -> None:
             await until(lambda: node.echo.received_bytes > before + 2 * MEBIBYTE)  # noqa: B023
             await gateway.stop()
             await gateway.start()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             assert await transfer == data
         assert end.status().reconnect_count >= 3
         assert node.echo.connection_count == 1
@@ -61,7 +61,7 @@ async def test_a_client_that_leaves_ends_what_its_program_still_sends() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", end.port)
         await reader.readexactly(100_000)
         writer.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await has_left
         await until(lambda: end.status().connection_count == 0)
     talker.close()

@@ -20,7 +20,7 @@ _CACHE = re.compile(r"llama_kv_cache: +(\S+) KV buffer size = +([\d.]+) MiB")
 _STATE = re.compile(r"llama_memory_recurrent: +(\S+) RS buffer size = +([\d.]+) MiB")
 _OFFLOADED = re.compile(r"offloaded (\d+)/(\d+) layers")
 _ENOUGH = "compute buffer size"
-_SLOWEST_START_SECONDS = 90.0
+_SLOWEST_START_SECONDS = 300.0
 
 
 class BufferSizes:

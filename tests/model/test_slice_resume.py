@@ -48,7 +48,7 @@ def stalling(server: Server, model: Path) -> Iterator[threading.Event]:
             served += 1
             must_wait = served > SERVED_BEFORE_THE_STALL
         if must_wait:
-            go_on.wait(60)
+            go_on.wait(300)
         send_range(handler, data)
 
     server.answers["/model.gguf"] = stall
@@ -84,7 +84,7 @@ def test_a_killed_slice_goes_on_and_becomes_the_same_file(
     try:
         wait_for_lines(process, target.journal, 4)
         process.send_signal(ending)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
     # SIGTERM ends a verb as Ctrl-C does; nothing can be done about SIGKILL.

@@ -161,7 +161,7 @@ def test_few_requests_run_at_one_time(server: Server, model_url: str, tmp_path: 
 
     def wait_for_others(handler: Handler, data: bytes) -> None:
         # The server sees all threads at once, and nobody besides them.
-        together.wait(timeout=30)
+        together.wait(timeout=120)
         time.sleep(0.02)
         send_range(handler, data)
 

@@ -371,12 +371,13 @@ async def test_a_client_that_stalls_in_its_head_or_body_is_dropped(
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(start)
         dripping = asyncio.create_task(_drip(writer))
+        answer = b""
+        # What comes before the reset that a byte too many may bring counts.
         with contextlib.suppress(ConnectionError):
-            answer = await reader.read()
-            dripping.cancel()
-            return answer
+            while piece := await reader.read(65536):
+                answer += piece
         dripping.cancel()
-        return b""
+        return answer
 
     assert await drip(b"") == b""
     assert await drip(b"GET /v1/health HTTP/1.1\r\nX: ") == b""

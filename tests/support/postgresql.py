@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import psycopg
 
 _USER = "linkcpp"
-_START_SECONDS = 60
+_START_SECONDS = 300
 
 
 class PostgresqlServer(NamedTuple):

@@ -20,7 +20,7 @@ from linkcpp.verify.silence import SilentError
 from tests.dispatch.test_admission import Meddler, twice
 from tests.dispatch.test_exactness import even_shares
 from tests.launch.expert_plans import experts_plan
-from tests.launch.swarm import Swarm
+from tests.launch.swarm import Swarm, wait_until
 from tests.support import models
 from tests.support.engines import prebuilt_engine, source_engine
 from tests.support.swarm import running_worker, worker_entry
@@ -54,7 +54,7 @@ def few_prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 def stopped(swarm: Swarm) -> Iterator[None]:
     yield
     swarm.run("stop", "--all")
-    assert swarm.processes() == []
+    wait_until(swarm.is_idle)
 
 
 def verified(swarm: Swarm, *words: str, code: int = 0) -> Any:

@@ -62,7 +62,7 @@ class Peer:
     """A client that can misbehave."""
 
     def __init__(self, worker: Running, token: str | None = TOKEN) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", worker.ports[0]), 20)
+        self.socket = socket.create_connection(("127.0.0.1", worker.ports[0]), 120)
         if token is not None:
             self.socket.sendall(pack_hello(token))
             self.welcome: Welcome = parse_welcome(self.receive(FrameType.WELCOME)[1])
@@ -262,8 +262,8 @@ def test_sigterm_ends_worker_and_rpc_server(stock_engine: EngineLocation, tmp_pa
         assert any("rpc-server" in child.name() for child in family)
         with Peer(running):
             running.process.terminate()
-            assert running.process.wait(20) == 0
-        _, alive = psutil.wait_procs(family, 10)
+            assert running.process.wait(120) == 0
+        _, alive = psutil.wait_procs(family, 120)
         assert not alive
 
 
@@ -279,7 +279,7 @@ def test_a_worker_whose_rpc_server_dies_says_so_and_ends(
                 for _ in range(100):
                     peer.compute(_rows(1), [0], [0])
                     time.sleep(0.02)
-        assert running.process.wait(20) == 2
+        assert running.process.wait(120) == 2
         assert "rpc-server" in running.log.read_text()
 
 

@@ -16,7 +16,7 @@ from tests.hub.weights.small_hub import add
 from tests.model.test_slices import cut
 from tests.support.models import qwen3moe
 
-REVOKED_SECONDS = 5
+REVOKED_SECONDS = 30
 
 
 @pytest.fixture
