@@ -11,8 +11,8 @@ from tests.model.web_server import Server
 from tests.support import lengths
 from tests.support.engines import ENGINES, prebuilt_engine
 
-# Who uses one starts programs, which takes seconds.
-_SLOW_FIXTURES = {"engine", "stock_engine"}
+# Who uses one starts programs or makes networks, which takes seconds.
+_SLOW_FIXTURES = {"engine", "stock_engine", "hosts", "swarm"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from linkcpp.cli.discover import changed_lines
 from linkcpp.cluster.token import create_token
 
@@ -20,6 +22,7 @@ def test_a_watch_writes_what_is_new_changed_or_gone() -> None:
     assert changed_lines(before, now) == [*now.values(), "no longer: barn at 10.0.0.6 ready"]
 
 
+@pytest.mark.slow
 def test_a_watch_into_a_file_says_what_it_sees(tmp_path: Path) -> None:
     create_token()
     seen = tmp_path / "watch.txt"

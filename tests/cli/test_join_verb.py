@@ -64,6 +64,7 @@ def test_a_unit_is_printed_without_a_hub_and_without_the_token() -> None:
     assert "lcj_secret" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_second_hub_on_one_data_folder_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "linkcpp.cli.main", "hub", "--data", str(tmp_path / "hub")]
     with subprocess.Popen(

@@ -242,6 +242,7 @@ def _nobody(path: Path) -> Path:
     raise RuntimeError(f"no home for {path}")
 
 
+@pytest.mark.slow
 def test_a_narrow_terminal_gets_every_column_of_the_nodes() -> None:
     create_token()
     ended = run("discover", "--no-mdns", "--node", "127.0.0.1:1", environment={"COLUMNS": "30"})

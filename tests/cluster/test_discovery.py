@@ -38,6 +38,8 @@ from tests.cluster.peers import (
     served,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @contextlib.asynccontextmanager
 async def advertised(peer: Peer, node_id: str | None = None) -> AsyncIterator[str]:

@@ -30,6 +30,8 @@ from linkcpp.cluster.mdns import (
 )
 from linkcpp.cluster.records import NodeId
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 
 

@@ -184,6 +184,7 @@ def _installed(source: PackageSource) -> EngineLocation:
     )
 
 
+@pytest.mark.slow
 def test_the_hint_is_never_the_build_that_does_not_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

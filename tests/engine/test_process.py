@@ -66,6 +66,7 @@ async def test_a_stopped_program_is_noticed_and_ended_and_whoever_waits_is_told(
     assert "hung: a signal stopped it" in (status.detail or "")
 
 
+@pytest.mark.slow
 async def test_a_program_that_answers_nobody_and_does_nothing_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ async def test_who_waits_for_nobody_is_told_so(
             await node.recv()
 
 
+@pytest.mark.slow
 async def test_peers_are_pinged_and_dropped_when_they_do_not_answer(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ async def _exchange(number: int, pair: tuple[RawClient, RawClient]) -> None:
     await asyncio.gather(send(0), send(1), receive(0), receive(1))
 
 
+@pytest.mark.slow
 async def test_a_thousand_idle_edges_and_two_hundred_busy_ones_fit_in_one_process() -> None:
     raise_descriptor_limit(10_000)
     with gateway_process() as gateway:

@@ -25,6 +25,8 @@ from tests.gateway.gateways import closed_with
 from tests.hub.hubs import Machine, RunningHub, running_hub
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 60
 
 

@@ -16,7 +16,7 @@ def postgresql() -> Iterator[PostgresqlServer]:
         yield server
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def database_url(request: pytest.FixtureRequest) -> str | None:
     """An empty database of each kind in turn; ``None`` stands for SQLite in the data folder."""
     if request.param == "sqlite":

@@ -63,6 +63,7 @@ def linkcpp(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 async def test_a_hub_from_its_first_start_to_a_revoked_machine(
     running: Running, tmp_path: Path
 ) -> None:

@@ -21,6 +21,8 @@ from linkcpp.registry.edges import EdgeRequest, GatewayHeartbeat
 from linkcpp.registry.records import Heartbeat, JoinTokenRequest, Role
 from tests.hub.hubs import Machine, RunningHub, gateway_url, node_state, running_hub
 
+pytestmark = pytest.mark.slow
+
 PORT_SECONDS = 300
 ENOUGH = 20
 ENOUGH_SECONDS = 300

@@ -27,6 +27,8 @@ from linkcpp.registry.keys import make_keys
 from linkcpp.registry.records import Role
 from tests.support.lengths import repeated
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def hub(tmp_path: Path, database_url: str | None) -> Iterator[tuple[str, dict[str, str]]]:

@@ -13,6 +13,8 @@ from tests.launch.swarm import one_process, tokens, wait_until
 from tests.support import models
 from tests.support.engines import prebuilt_engine
 
+pytestmark = pytest.mark.slow
+
 COUNT = 200
 # Enough for a line that is cut again and again.
 FEW = 60

@@ -3,7 +3,11 @@
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import pytest
+
 from tests.internet.network import Host, Internet, ending, internet
+
+pytestmark = pytest.mark.slow
 
 _LISTEN = """
 import socket, sys

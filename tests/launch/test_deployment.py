@@ -16,6 +16,8 @@ from tests.launch.swarm import Swarm, one_process, tokens, wait_until
 from tests.support.engines import prebuilt_engine
 from tests.support.models import in_hub_cache, llama_parts, smollm2_path, without_text
 
+pytestmark = pytest.mark.slow
+
 NAME = "smol"
 
 

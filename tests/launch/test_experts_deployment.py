@@ -14,6 +14,8 @@ from tests.launch.experts import COUNT, NAME, Experts, launched
 from tests.launch.swarm import tokens, wait_until
 from tests.support.engines import prebuilt_engine
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experts]:

@@ -17,6 +17,8 @@ from tests.launch.swarm import PROMPT, START_SECONDS, tokens, wait_until
 from tests.model.web_server import Server
 from tests.support.engines import prebuilt_engine
 
+pytestmark = pytest.mark.slow
+
 TWO_NODES = {"attic": [(0, 7)], "cellar": [(8, 15)]}
 # Patience for a busy machine, where a worker that lives may be slow; short enough to wait for once.
 ONLY_NODES = ("--fallback-memory", "0", "--patience", "3")

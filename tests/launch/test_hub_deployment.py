@@ -13,6 +13,8 @@ from tests.launch.swarm import Swarm, one_process, tokens, wait_until
 from tests.support.engines import prebuilt_engine
 from tests.support.models import qwen3moe
 
+pytestmark = pytest.mark.slow
+
 COUNT = 12
 
 

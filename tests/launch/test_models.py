@@ -10,6 +10,8 @@ from tests.launch.swarm import Swarm, one_process, tokens
 from tests.support.engines import ENGINES
 from tests.support.models import qwen3moe, qwen35moe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=sorted(ENGINES))
 def build(request: pytest.FixtureRequest) -> EngineLocation:

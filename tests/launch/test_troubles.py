@@ -19,6 +19,8 @@ from tests.support.engines import prebuilt_engine
 from tests.support.models import llama, smollm2_path
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.slow
+
 TERABYTE = 10**12
 
 

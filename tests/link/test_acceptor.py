@@ -134,6 +134,7 @@ async def test_an_edge_that_the_hub_never_told_of_is_refused(
         assert await close_code(connection) == RelayCloseCode.NO_PEER
 
 
+@pytest.mark.slow
 async def test_strangers_who_say_nothing_make_room_for_who_has_a_ticket(
     direct: Direct, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +228,7 @@ async def test_a_flood_beyond_the_window_ends_the_session(direct: Direct) -> Non
     await until(lambda: direct.node.echo.open_count == 0)
 
 
+@pytest.mark.slow
 async def test_a_peer_that_takes_nothing_is_sent_no_more_than_its_window(direct: Direct) -> None:
     """And its session still ends when it falls silent."""
     hostile = await Hostile.attach(direct)
@@ -238,6 +240,7 @@ async def test_a_peer_that_takes_nothing_is_sent_no_more_than_its_window(direct:
     assert status.sent_bytes < 2 * EdgeLimits().window_bytes
 
 
+@pytest.mark.slow
 async def test_the_node_was_restarted_and_its_streams_are_reset() -> None:
     hub = HubOfTest()
     tokens: list[set[str]] = [set(), set()]

@@ -111,6 +111,7 @@ async def test_a_direct_path_that_comes_up_later_is_changed_to_in_a_transfer() -
         assert node.echo.connection_count == 1
 
 
+@pytest.mark.slow
 async def test_a_direct_path_that_gets_slow_is_left_for_the_relay() -> None:
     hub = HubOfTest()
     async with (
@@ -152,6 +153,7 @@ async def test_a_direct_path_that_is_cut_is_replaced_by_the_relay() -> None:
             assert status.problem is None
 
 
+@pytest.mark.slow
 async def test_a_network_that_falls_silent_is_noticed_and_got_over() -> None:
     hub = HubOfTest()
     async with (

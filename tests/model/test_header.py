@@ -48,6 +48,7 @@ def parse(data: bytes) -> Header:
     return read_header(BytesSource(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", sorted(TINY_MODELS))
 def test_the_reader_agrees_with_the_gguf_package(architecture: str) -> None:
     path = TINY_MODELS[architecture]()

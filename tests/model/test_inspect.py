@@ -21,6 +21,7 @@ def inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_table_tells_layers_experts_memory_and_what_is_unusual() -> None:
     shown = inspect(str(qwen35moe_next_token()))
     assert shown.returncode == 0

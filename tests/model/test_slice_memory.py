@@ -9,6 +9,8 @@ import pytest
 from tests.model import gguf_bytes as raw
 from tests.model import random_models as drawn
 
+pytestmark = pytest.mark.slow
+
 MEASURE = """
 import os, sys
 from pathlib import Path

@@ -74,6 +74,7 @@ def wait_for_lines(process: subprocess.Popen[str], journal: Path, count: int) ->
         assert process.poll() is None, process.communicate()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_killed_slice_goes_on_and_becomes_the_same_file(
     ending: signal.Signals, server: Server, stalling: threading.Event, model: Path, tmp_path: Path

@@ -119,6 +119,7 @@ def test_the_header_tells_what_a_worker_needs_and_no_more(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.slow
 @given(drawn.models(), st.data())
 @settings(max_examples=repeated(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_slices_that_cover_everything_give_back_the_model(

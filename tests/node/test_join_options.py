@@ -12,6 +12,8 @@ from linkcpp.node.join_options import JoinOptions, load_join_options, save_join_
 from linkcpp.registry.credentials import hub_folder, list_credentials
 from tests.launch.hub_process import hub_process
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_is_given_takes_the_place_of_what_was_given_before() -> None:
     earlier = JoinOptions(memory_limit_bytes=2 * 10**9, devices=("CPU",), no_listen=True)

@@ -16,6 +16,8 @@ from tests.launch.hub_process import HubProcess, hub_process
 from tests.node import proxy as proxy_program
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.slow
+
 HUB = "https://hub.invalid"
 
 

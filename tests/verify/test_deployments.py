@@ -25,6 +25,8 @@ from tests.support import models
 from tests.support.engines import prebuilt_engine, source_engine
 from tests.support.swarm import running_worker, worker_entry
 
+pytestmark = pytest.mark.slow
+
 FEW = ("--tokens", "6", "--prompts")
 
 

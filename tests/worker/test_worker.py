@@ -141,6 +141,7 @@ def _reference(row: "np.ndarray[tuple[int], np.dtype[np.float32]]", expert: int)
     return weights["ffn_down_exps.weight"] @ hidden
 
 
+@pytest.mark.slow
 def test_a_worker_tells_what_it_holds(worker: Running) -> None:
     with Peer(worker) as peer:
         assert peer.welcome.segments == tuple(SEGMENTS)

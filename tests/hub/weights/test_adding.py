@@ -40,6 +40,7 @@ def manifest_of(folder: Path, name: str = "m") -> ModelManifest:
     return ModelManifest.model_validate_json(piece[0].content or b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_split", [False, True])
 def test_the_manifest_has_the_hash_of_every_slab_and_of_all_other_bytes(
     is_split: bool, tmp_path: Path
@@ -122,6 +123,7 @@ def test_what_was_hashed_of_another_state_of_the_file_is_not_used(tmp_path: Path
     assert manifest_of(tmp_path / "models") == manifest_of(tmp_path / "fresh")
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_no_half_model(tmp_path: Path) -> None:
     data, model = tmp_path / "hub", qwen3moe()
     catalogue = Catalogue(data / "models")
@@ -311,6 +313,7 @@ def refused_verb(data: Path, *words: str) -> str:
     return str(refused.value.stderr)
 
 
+@pytest.mark.slow
 def test_the_verb_adds_lists_and_removes(web: Server, tmp_path: Path) -> None:
     load_hub_identity(tmp_path, create=True)
     web.files["/m.gguf"] = qwen3moe().read_bytes()
@@ -334,6 +337,7 @@ def test_the_verb_adds_lists_and_removes(web: Server, tmp_path: Path) -> None:
     assert qwen3moe().exists()
 
 
+@pytest.mark.slow
 def test_models_are_managed_on_the_hubs_machine_only(tmp_path: Path) -> None:
     load_hub_identity(tmp_path, create=True)
     there = ("--hub", "https://hub.example")
@@ -349,6 +353,7 @@ def test_models_are_managed_on_the_hubs_machine_only(tmp_path: Path) -> None:
     assert not (tmp_path / "models").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_named_may_be_filled_before_its_hub_is_started(tmp_path: Path) -> None:
     data = tmp_path / "new" / "hub"
     begun = hub_models(data, "add", str(qwen3moe()), "--name", "tiny")
@@ -399,6 +404,7 @@ def test_a_folder_that_may_not_be_used_is_told_with_a_hint(mode: int) -> None:
     assert refused.value.hint == "Name another folder with --data."
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_the_verb_ends_it_at_once_though_the_web_does_not_answer(
     web: Server, tmp_path: Path
 ) -> None:
@@ -429,6 +435,7 @@ def test_ctrl_c_at_the_verb_ends_it_at_once_though_the_web_does_not_answer(
     assert Catalogue(tmp_path / "models").names() == []
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model_or_the_number_of_downloads(tmp_path: Path) -> None:
     peaks = []
     for size, count in ((16 * 2**20, 1), (256 * 2**20, 6)):

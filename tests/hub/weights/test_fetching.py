@@ -239,6 +239,7 @@ def test_a_token_that_ran_out_is_taken_anew(hub: SmallHub, tmp_path: Path) -> No
     assert verify_file(written.path, lambda _: None).is_sound
 
 
+@pytest.mark.slow
 def test_a_busy_hub_is_waited_for(folder: Path, tmp_path: Path) -> None:
     with SmallHub(folder, most=1, max_per_machine=1) as hub:
         written, _ = fetch(hub, tmp_path / "s.gguf", "all:all")

@@ -387,6 +387,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     raise AssertionError("it never became so")
 
 
+@pytest.mark.slow
 def test_many_read_at_once_and_each_gets_all(hub: SmallHub) -> None:
     expected = get(hub, SLICE).content
     found: list[bytes] = []
