@@ -1,4 +1,4 @@
-"""How every HTTP API of linkcpp answers what goes wrong: a code, one sentence, a way out."""
+"""An HTTP API of linkcpp, and how it answers what goes wrong: a code, one sentence, a hint."""
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -6,6 +6,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from linkcpp import __version__
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import ErrorBody
 
@@ -13,8 +14,21 @@ _MAX_PROBLEMS = 5
 _CODES = {400: "invalid_request", 404: "unknown_route", 405: "unknown_method"}
 
 
-def add_error_answers(app: FastAPI, *, defect: ErrorBody) -> None:
-    """Answer user errors, unknown calls, invalid requests, and defects (with ``defect``)."""
+def new_api(title: str, *, defect: ErrorBody) -> FastAPI:
+    """Make an application without calls yet that answers every error with an ``ErrorBody``.
+
+    ``defect`` is the answer where the application itself is wrong.
+    """
+    # No documentation pages: they load scripts from elsewhere. Who wants to serves the description.
+    app = FastAPI(
+        title=title,
+        version=__version__,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": {"model": ErrorBody}},
+        redirect_slashes=False,
+    )
 
     @app.exception_handler(LinkcppError)
     async def on_user_error(_: Request, error: LinkcppError) -> JSONResponse:
@@ -37,6 +51,8 @@ def add_error_answers(app: FastAPI, *, defect: ErrorBody) -> None:
     @app.exception_handler(Exception)
     async def on_defect(_: Request, error: Exception) -> JSONResponse:
         return JSONResponse(defect.model_dump(), 500)
+
+    return app
 
 
 def invalid_request(error: RequestValidationError | ValidationError) -> ErrorBody:

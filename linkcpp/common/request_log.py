@@ -105,15 +105,25 @@ class RequestLog:
             level = logging.DEBUG if self._is_routine(scope, status) else logging.INFO
         if not _log.isEnabledFor(level):
             return
-        peer = scope["client"][0] if scope.get("client") else "unknown"
-        told: dict[str, str | int | float] = {
-            "request_id": request_id_of(scope),
-            "method": printable(scope.get("method", "WEBSOCKET"), 16),
-            "path": printable(scope["path"], 200),
-            "status": status,
-            "ms": round(seconds * 1000, 2),
-            "address": caller(peer, scope["headers"]),
-        }
+        told = request_line(scope, status, seconds)
         if problem:
             told["problem"] = printable(problem, 500)
         _log.log(level, "request", extra=told)
+
+
+def address_of(scope: Scope) -> str:
+    """Return the address that limits and the log know a caller by."""
+    peer = scope["client"][0] if scope.get("client") else "unknown"
+    return caller(peer, scope["headers"])
+
+
+def request_line(scope: Scope, status: int, seconds: float) -> dict[str, str | int | float | None]:
+    """Return what the log says of a request that was answered."""
+    return {
+        "request_id": request_id_of(scope),
+        "method": printable(scope.get("method", "WEBSOCKET"), 16),
+        "path": printable(scope["path"], 200),
+        "status": status,
+        "ms": round(seconds * 1000, 2),
+        "address": address_of(scope),
+    }

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import secrets
 import socket
 import sys
@@ -31,6 +32,16 @@ def tune_transport(transport: asyncio.BaseTransport) -> None:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine can reach what listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def listen(host: str | None, port: int) -> list[socket.socket]:

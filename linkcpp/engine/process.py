@@ -10,9 +10,9 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.engine.process_run import KeptRun, listens_on, wait_until_hung
@@ -28,40 +28,11 @@ from linkcpp.engine.process_spec import (
 )
 
 _REMEMBERED_LINES = 200
-_WAITING_LINES = 4096
 _POLL_SECONDS = 0.02
 # Where the system does not tell who listens: what a program needs from its words to its socket.
 _SETTLE_SECONDS = 1.0
 _LOOK_SECONDS = 2.0
 _KEEPER_MARGIN_SECONDS = 10.0
-
-_Item = TypeVar("_Item")
-
-
-class _Subscription(Generic[_Item]):
-    """A queue between the supervisor and a reader who may be slow: the oldest items are lost."""
-
-    def __init__(self) -> None:
-        self._items: deque[_Item] = deque(maxlen=_WAITING_LINES)
-        self._event = asyncio.Event()
-        self._is_over = False
-
-    def put(self, item: _Item) -> None:
-        self._items.append(item)
-        self._event.set()
-
-    def end(self) -> None:
-        self._is_over = True
-        self._event.set()
-
-    async def read(self) -> AsyncIterator[_Item]:
-        while True:
-            while self._items:
-                yield self._items.popleft()
-            if self._is_over:
-                return
-            self._event.clear()
-            await self._event.wait()
 
 
 class _Ending(NamedTuple):
@@ -76,8 +47,7 @@ class SupervisedProcess:
     """A program that is kept running until ``stop``.
 
     ``on_change`` is called with every new status and ``on_line`` with every line of output, from
-    the event loop; they must not block. ``changes`` and ``lines`` give the same as iterators that
-    never hold the program up: a slow reader loses the oldest items.
+    the event loop; they must not block.
 
     A program that hangs is ended, as if it had ended by itself (``engine/liveness.py``). ``probe``
     is as in ``wait_until_hung``: never one that connects to an rpc-server.
@@ -103,8 +73,6 @@ class SupervisedProcess:
         self._matched = asyncio.Event()
         self._pattern = re.compile(spec.ready_pattern) if spec.ready_pattern else None
         self._recent: deque[str] = deque(maxlen=_REMEMBERED_LINES)
-        self._line_readers: list[_Subscription[str]] = []
-        self._change_readers: list[_Subscription[ProcessStatus]] = []
 
     @property
     def status(self) -> ProcessStatus:
@@ -147,6 +115,19 @@ class SupervisedProcess:
         if self._status.state is ProcessState.STOPPED:
             raise LinkcppError(f"{self.spec.name} was stopped before it was ready.")
 
+    async def start_and_wait(self) -> None:
+        """Start, and wait until the program is ready; end it where it does not become that.
+
+        Raises:
+            LinkcppError: as ``wait_ready``.
+        """
+        self.start()
+        try:
+            await self.wait_ready()
+        except BaseException:
+            await self.stop()
+            raise
+
     async def wait(self) -> ProcessStatus:
         """Wait for the end of supervision and return the final status."""
         if self._task is not None:
@@ -161,27 +142,6 @@ class SupervisedProcess:
                 self._change(ProcessState.STOPPED)
             return
         await asyncio.shield(self._task)
-
-    async def lines(self) -> AsyncIterator[str]:
-        """Yield the lines of output from now on, until supervision ends."""
-        async for line in self._read(self._line_readers):
-            yield line
-
-    async def changes(self) -> AsyncIterator[ProcessStatus]:
-        """Yield the statuses from now on, the final one last."""
-        async for status in self._read(self._change_readers):
-            yield status
-
-    async def _read(self, readers: "list[_Subscription[_Item]]") -> AsyncIterator[_Item]:
-        subscription: _Subscription[_Item] = _Subscription()
-        if self._status.state.is_final:
-            return
-        readers.append(subscription)
-        try:
-            async for item in subscription.read():
-                yield item
-        finally:
-            readers.remove(subscription)
 
     def _change(
         self,
@@ -199,13 +159,6 @@ class SupervisedProcess:
             self._settled.clear()
         if self._on_change is not None:
             self._on_change(self._status)
-        for reader in self._change_readers:
-            reader.put(self._status)
-        if state.is_final:
-            for change_reader in self._change_readers:
-                change_reader.end()
-            for line_reader in self._line_readers:
-                line_reader.end()
 
     def _take_line(self, line: str) -> None:
         self._recent.append(line)
@@ -213,8 +166,6 @@ class SupervisedProcess:
             self._matched.set()
         if self._on_line is not None:
             self._on_line(line)
-        for reader in self._line_readers:
-            reader.put(line)
 
     async def _supervise(self) -> None:
         try:

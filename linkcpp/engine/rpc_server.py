@@ -82,13 +82,10 @@ async def start_rpc_server(
             location, device=device, port=port, log_path=log_path, threads=threads
         )
         process = SupervisedProcess(spec, on_change=on_change, probe=probe)
-        process.start()
         try:
-            await process.wait_ready()
-        except BaseException as error:
-            await process.stop()
-            was_taken = any(_PORT_TAKEN in line for line in process.recent_lines)
-            if not (was_taken and isinstance(error, LinkcppError)):
+            await process.start_and_wait()
+        except LinkcppError:
+            if not any(_PORT_TAKEN in line for line in process.recent_lines):
                 raise
         else:
             return RunningRpcServer(process, port)

@@ -16,11 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from linkcpp.cluster.token import tokens_equal
 from linkcpp.common.access import RateLimit, let_in, read_body, refuse, replay
-from linkcpp.common.callers import caller as caller_address
 from linkcpp.common.http_server import MAX_HEAD_BYTES
 from linkcpp.common.metrics import METRICS_PATH
-from linkcpp.common.request_log import TracedAnswer, request_id_of
-from linkcpp.common.text import printable
+from linkcpp.common.request_log import TracedAnswer, address_of, request_line
 from linkcpp.hub.directory import Directory
 from linkcpp.hub.errors import HINT_JOIN, ApiError, revoked
 from linkcpp.hub.identity import HubIdentity
@@ -176,7 +174,7 @@ class Access:
         await refuse(scope, send, error.status, error.body(), headers)
 
     def _check_rate(self, limit: RateLimit, scope: Scope) -> None:
-        wait_seconds = limit.take(_address(scope))
+        wait_seconds = limit.take(address_of(scope))
         if wait_seconds is not None:
             raise ApiError(
                 429,
@@ -196,17 +194,9 @@ class Access:
         level = logging.DEBUG if is_quiet else logging.INFO
         if not _log.isEnabledFor(level):
             return
-        state = scope["state"]
-        known: Caller | None = state.get("caller")
-        told = {
-            "request_id": request_id_of(scope),
-            "method": printable(method, _MAX_METHOD_CHARACTERS),
-            "path": printable(path, 200),
-            "status": status,
-            "ms": round(seconds * 1000, 2),
-            "caller": known.node_id if known else None,
-            "address": _address(scope),
-        }
+        known: Caller | None = scope["state"].get("caller")
+        told = request_line(scope, status, seconds)
+        told["caller"] = known.node_id if known else None
         _log.log(level, "%s", "request", extra=told)
 
 
@@ -227,8 +217,3 @@ def _bearer(header: bytes) -> str:
     if scheme.lower() != "bearer" or not token:
         raise ApiError(401, "no_token", "This call needs a token.", hint=HINT_JOIN)
     return token
-
-
-def _address(scope: Scope) -> str:
-    peer = scope["client"][0] if scope.get("client") else "unknown"
-    return caller_address(peer, scope["headers"])

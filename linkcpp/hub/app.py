@@ -6,9 +6,8 @@ from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from linkcpp import __version__
 from linkcpp.common.access import RateLimit
-from linkcpp.common.api_errors import add_error_answers
+from linkcpp.common.api_errors import new_api
 from linkcpp.common.metrics import METRICS_PATH
 from linkcpp.common.records import ErrorBody
 from linkcpp.hub.access import Access, TokenCheck
@@ -24,7 +23,11 @@ from linkcpp.hub.weights.routes import add_weight_routes
 from linkcpp.registry.records import Role
 from linkcpp.registry.relay import RelayCloseCode
 
-_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}}
+_DEFECT = ErrorBody(
+    code="defect",
+    message="The hub met a defect of its own.",
+    hint="Its log has the details.",
+)
 
 
 def create_app(
@@ -34,16 +37,7 @@ def create_app(
 
     ``failures`` limits calls without the right token, ``open_calls`` those that need none.
     """
-    # No documentation pages: they load scripts from elsewhere. The description itself is served.
-    app = FastAPI(
-        title="linkcpp hub",
-        version=__version__,
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        responses=_ERRORS,
-        redirect_slashes=False,
-    )
+    app = new_api("linkcpp hub", defect=_DEFECT)
     add_machine_routes(app, hub)
     add_edge_routes(app, hub)
     add_token_routes(app, hub)
@@ -92,12 +86,3 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> JSONResponse:
         return JSONResponse(error.body().model_dump(), error.status, headers=error.headers())
-
-    add_error_answers(
-        app,
-        defect=ErrorBody(
-            code="defect",
-            message="The hub met a defect of its own.",
-            hint="Its log has the details.",
-        ),
-    )

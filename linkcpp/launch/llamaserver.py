@@ -61,12 +61,7 @@ class LlamaServer:
         )
         probe = functools.partial(answers_http, LOOPBACK, port, "/health")
         process = SupervisedProcess(spec, on_line=on_line, probe=probe)
-        process.start()
-        try:
-            await process.wait_ready()
-        except BaseException:
-            await process.stop()
-            raise
+        await process.start_and_wait()
         identity = identity_of(process.pid) if process.pid else None
         if identity is None:
             await process.stop()

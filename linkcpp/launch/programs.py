@@ -73,12 +73,8 @@ async def start_program(
         stop_timeout_seconds=STOP_SECONDS,
     )
     process = SupervisedProcess(spec, on_line=take, probe=probe)
-    process.start()
     try:
-        await process.wait_ready()
-    except BaseException:
-        await process.stop()
-        raise
+        await process.start_and_wait()
     finally:
         with contextlib.suppress(OSError):
             await asyncio.to_thread(config_path.unlink)

@@ -1,7 +1,6 @@
 """From a plan file to a running supervisor: the request, the API key, the detached process."""
 
 import contextlib
-import ipaddress
 import secrets
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from linkcpp.common.errors import LinkcppError, NotNowError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import expand_home
+from linkcpp.common.sockets import is_loopback
 from linkcpp.front.api_keys import read_api_key
 from linkcpp.launch.api import hold_api_port
 from linkcpp.launch.events import first_state
@@ -96,16 +96,6 @@ def _model_path(plan: Plan, model: str | None) -> Path | str:
         f"The plan is for {location}, which is no file on this machine.",
         hint="Name the model's GGUF with --model.",
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine can reach a server that listens there."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.records import Health, NodeRecord
 from linkcpp.cluster.token import canonical_address, health_proof, is_challenge
 from linkcpp.common.access import RateLimit, peer_of, refuse
-from linkcpp.common.api_errors import add_error_answers
+from linkcpp.common.api_errors import new_api
 from linkcpp.common.metrics import METRICS_PATH, metrics_response
 from linkcpp.common.records import ErrorBody
 from linkcpp.common.request_log import RequestLog
@@ -42,7 +42,11 @@ MAX_ECHO_BYTES = 64 * 2**20
 ECHO_DEADLINE_SECONDS = 60.0
 MAX_LOG_LINES = 10_000
 
-_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}}
+_DEFECT = ErrorBody(
+    code="defect",
+    message="The node agent met a defect of its own.",
+    hint="Its log on that machine has the details.",
+)
 _PATH_ID = Path(pattern=r"^[0-9a-f]{32}$", description="The id that POST /v1/servers answered")
 _Id = Annotated[str, _PATH_ID]
 
@@ -65,16 +69,7 @@ class Agent(Protocol):
 
 def create_app(agent: Agent) -> ASGIApp:
     """Build the ASGI application of an agent."""
-    # No documentation pages: they load scripts from elsewhere. The description itself is served.
-    app = FastAPI(
-        title="linkcpp node agent",
-        version=__version__,
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        responses=_ERRORS,
-        redirect_slashes=False,
-    )
+    app = new_api("linkcpp node agent", defect=_DEFECT)
     _add_node_routes(app, agent)
     _add_server_routes(app, agent.servers)
     _add_bridge(app, agent.servers)
@@ -235,15 +230,6 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RefusedError)
     async def on_refusal(_: Request, error: RefusedError) -> JSONResponse:
         return JSONResponse(error.body().model_dump(), error.status)
-
-    add_error_answers(
-        app,
-        defect=ErrorBody(
-            code="defect",
-            message="The node agent met a defect of its own.",
-            hint="Its log on that machine has the details.",
-        ),
-    )
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:

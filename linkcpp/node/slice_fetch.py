@@ -13,7 +13,7 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
 from linkcpp.common.request_ids import current_request_id
 from linkcpp.engine.process import SupervisedProcess
-from linkcpp.engine.process_spec import ProcessSpec
+from linkcpp.engine.process_spec import ProcessSpec, ProcessStatus
 from linkcpp.model.web_source import TOKEN_VARIABLE
 from linkcpp.node.records import SliceRequest
 from linkcpp.node.slice_fetcher import FetchConfig, FetchNews
@@ -106,10 +106,16 @@ class Fetch:
             environment={TOKEN_VARIABLE: ""},
             stop_timeout_seconds=2.0,
         )
-        process = SupervisedProcess(spec)
+        lines: asyncio.Queue[str | None] = asyncio.Queue()
+
+        def notice_end(status: ProcessStatus) -> None:
+            if status.state.is_final:
+                lines.put_nowait(None)
+
+        process = SupervisedProcess(spec, on_line=lines.put_nowait, on_change=notice_end)
         try:
             process.start()
-            async for line in process.lines():
+            while (line := await lines.get()) is not None:
                 news = _parse(line)
                 if news is None:
                     continue

@@ -6,6 +6,7 @@ import ssl
 from urllib.parse import urlsplit, urlunsplit
 
 from linkcpp.common.errors import LinkcppError
+from linkcpp.common.sockets import is_loopback
 from linkcpp.common.text import printable
 
 DEFAULT_HUB_PORT = 8720
@@ -54,13 +55,7 @@ def is_protected(url: str) -> bool:
     parts = urlsplit(url)
     if _SECURE.get(parts.scheme, False):
         return True
-    host = parts.hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(parts.hostname or "")
 
 
 def may_relay(url: str, hub_url: str) -> bool:

@@ -59,7 +59,6 @@ class WorkerService:
         self._token = token
         self._links = ThreadedServer(self._serve_link, MAX_LINKS, _refuse)
         self.failure: LinkcppError | None = None
-        self.pair_count = 0
 
     def serve(self, listener: socket.socket) -> None:
         """Accept links until ``stop`` or a failure of the engine."""
@@ -90,7 +89,6 @@ class WorkerService:
                 self.stop()
                 raise FrameError(ErrorCode.ENGINE_FAILED, error.message) from error
             seconds = time.perf_counter() - began
-            self.pair_count += head.pair_count
         shape = (head.pair_count, chain.output_width)
         return pack_rows(rows, shape, round(seconds * 1e6), head.answer_type)
 
