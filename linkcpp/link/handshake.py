@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from linkcpp.link.core import Resume
-from linkcpp.link.noise import Handshake, NoiseError, TransportKeys
+from linkcpp.link.noise import KK, Handshake, NoiseError, TransportKeys
 from linkcpp.link.session import SessionError
 from linkcpp.link.transport import Transport, TransportLostError
 from linkcpp.registry.encoding import decode, encode
@@ -17,7 +17,7 @@ from linkcpp.registry.relay import RelayCloseCode
 
 HANDSHAKE_SECONDS = 10.0
 
-_PROLOGUE = b"linkcpp-edge-1"
+_PROLOGUE = b"linkcpp-link-2"
 _TOKEN_INFO = b"linkcpp agent token"
 
 
@@ -109,6 +109,7 @@ async def respond(
 
 def _handshake(edge: EdgeKeys, *, is_initiator: bool) -> Handshake:
     return Handshake(
+        KK,
         is_initiator=is_initiator,
         static_key=edge.own_key,
         peer_static_key=edge.peer_key,
