@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from linkcpp.engine.binaries import find_engines
 from linkcpp.engine.records import EngineLocation
-from linkcpp.worker.frames import Segment
+from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.slabs import GgufSlabs
 from tests.support.models import qwen3moe
 from tests.support.rpc_servers import rpc_server

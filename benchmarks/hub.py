@@ -25,6 +25,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,11 @@ def enter_nodes(data: Path, database_url: str | None, count: int) -> list[str]:
     now = time.time()
     keys = make_keys()
     ids = [str(uuid.uuid4()) for _ in range(count)]
-    row = {"role": "node", "signing_key": keys.signing_public, "edge_key": keys.edge_public}
+    row: dict[str, Any] = {
+        "role": "node",
+        "signing_key": keys.signing_public,
+        "edge_key": keys.edge_public,
+    }
     row |= {"token_id": "", "joined_at": now}
     with engine.begin() as connection:
         rows = [row | {"node_id": node_id, "name": f"node-{node_id[:8]}"} for node_id in ids]
@@ -177,7 +182,7 @@ class Node(asyncio.Protocol):
         self.latencies: list[float] = []
         self.failures = 0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection."""
         self._transport = transport
 
@@ -237,7 +242,7 @@ async def make_load(options: argparse.Namespace, tokens: list[str]) -> dict[str,
         made = await asyncio.gather(
             *(
                 loop.create_connection(
-                    lambda token=token: Node(loop, (host, int(port)), token, states),
+                    partial(Node, loop, (host, int(port)), token, states),
                     host,
                     int(port),
                 )

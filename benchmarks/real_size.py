@@ -25,6 +25,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from linkcpp.dispatch.control import NewServer
 from linkcpp.engine.binaries import find_engines
 from linkcpp.model.slices.segments import parse_segment
 from linkcpp.model.slices.writing import (
@@ -36,6 +37,7 @@ from linkcpp.model.slices.writing import (
 from linkcpp.worker.slabs import GgufSlabs
 from tests.support.rpc_servers import process_on
 from tests.support.swarm import (
+    Running,
     as_json,
     own_server,
     running_device,
@@ -117,20 +119,21 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     results["backbone_bytes_on_disk"] = backbone.stat().st_blocks * 512
     with timed(results, "monolithic_load_seconds"):
         alone = running_llama_server(engine, model, folder, label="alone")
-        server = alone.__enter__()
-    answer = server.complete(PROMPT, options.tokens)
+        alone_server = alone.__enter__()
+    answer = alone_server.complete(PROMPT, options.tokens)
     results["monolithic_ms_per_token"] = answer["timings"]["predicted_per_token_ms"]
     wanted_text = as_json(answer)
     alone.__exit__(None, None, None)
     model.unlink()
     with contextlib.ExitStack() as stack:
-        workers, servers = [], []
+        workers: list[Running] = []
+        servers: list[NewServer] = []
         with timed(results, "workers_load_seconds"):
             for k, path in enumerate(slices):
                 if options.own:
                     with contextlib.closing(GgufSlabs(path)) as slabs:
-                        server = own_server(engine, path, slabs.segments, name=f"s{k}")
-                    servers.append(stack.enter_context(server))
+                        own = own_server(engine, path, slabs.segments, name=f"s{k}")
+                    servers.append(stack.enter_context(own))
                 else:
                     worker = running_worker(engine, path, None, folder, name=f"w{k}")
                     workers.append(stack.enter_context(worker))

@@ -88,6 +88,10 @@ def backbone(model: Path, target: Path) -> None:
 
 
 def ways(model: Path, target: Path) -> dict[str, Callable[[], None]]:
+    def copied_and_hashed() -> None:
+        synced(*copy)()
+        program("sha256sum", target)
+
     def synced(*words: str | Path) -> Callable[[], None]:
         def run() -> None:
             program(*words)
@@ -103,7 +107,7 @@ def ways(model: Path, target: Path) -> dict[str, Callable[[], None]]:
         "dd bs=4M, synced": lambda: program(
             "dd", f"if={model}", f"of={target}", "bs=4M", "conv=fsync"
         ),
-        "cp, synced, and sha256sum": lambda: (synced(*copy)(), program("sha256sum", target))[0],
+        "cp, synced, and sha256sum": copied_and_hashed,
         "linkcpp slice": lambda: slice_all(model, target),
         "linkcpp slice --backbone": lambda: backbone(model, target),
     }

@@ -200,7 +200,15 @@ def place() -> Iterator[tuple[Place, Distance, str]]:
 def launch(made: Place, hub_url: str) -> str:
     """Plan the experts over both nodes and launch."""
     plan = str(made.folder / "p.json")
-    words = ("plan", "--model", str(qwen3moe()), "--mode", "experts", "--context", "1024")
+    words: tuple[str, ...] = (
+        "plan",
+        "--model",
+        str(qwen3moe()),
+        "--mode",
+        "experts",
+        "--context",
+        "1024",
+    )
     made.run(
         "coordinator",
         *words,

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,10 @@ class AllExperts:
         """Hold everything."""
         return self._group, expert_ids
 
+    def locate_few(self, layer: int, expert_ids: Sequence[int]) -> tuple[Group, Sequence[int]]:
+        """Hold everything."""
+        return self._group, expert_ids
+
 
 def swiglu(hidden: int, inner: int) -> tuple[Chain, dict[str, WeightShape]]:
     """Return the usual expert function, and its weights."""
@@ -122,7 +127,9 @@ def answer_zeros(listener: socket.socket) -> None:
                 link.sendall(encode_answer(fixed[event.command]))  # type: ignore[union-attr]
 
 
-def ask(port: int, frame: bytes, chain: Chain, seconds: float, told: "multiprocessing.Queue[int]"):
+def ask(
+    port: int, frame: bytes, chain: Chain, seconds: float, told: "multiprocessing.Queue[int]"
+) -> None:
     """Be a device that asks the same again and again; tell how often, after a warm-up."""
     with socket.create_connection(("127.0.0.1", port)) as link:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
