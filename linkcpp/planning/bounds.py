@@ -14,6 +14,8 @@ import numpy as np
 
 from linkcpp.planning.problem import Chosen, Floats, Group, Integers, Problem, Solution
 
+# Slots that are counted one by one, since they cost more or less than the others: each doubles the
+# states of the count, so they are few, and only those that differ from the median by this share.
 _MAX_SPECIAL = 5
 _UNLIKE = 0.25
 

@@ -18,6 +18,7 @@ from linkcpp.planning.expert_filling import Wanted
 from linkcpp.planning.expert_problem import ExpertProblem, Level
 from linkcpp.planning.problem import Floats, Integers
 
+# Times that are looked at a class; fewer where holders times levels would not fit into memory.
 _MAX_LEVELS = 384
 _MAX_ENTRIES = 400_000
 _MAX_ROUNDS = 60

@@ -22,6 +22,7 @@ NOBODY = -1
 HOTNESS = (1.5, 3.0, 6.0, float("inf"))
 # What a node takes in one slice; as linkcpp.node.records.MAX_SEGMENTS.
 MAX_SEGMENTS = 512
+# How far beyond its share a holder goes to copy another's whole slice, which keeps segments few.
 _MIRRORED = 1.25
 
 

@@ -24,6 +24,7 @@ EQUAL_TIMES = 0.001
 # Evenness alone is no reason for more links than that.
 MAX_HOLDERS = 64
 _BISECTIONS = 30
+# A trial costs as many steps as there are levels times holders; so many steps, within these bounds.
 _MAX_TRIALS = 150
 _MIN_TRIALS = 20
 _WORK = 20_000

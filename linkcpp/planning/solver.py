@@ -25,13 +25,18 @@ from linkcpp.planning.problem import Chosen, Floats, Integers, Problem, Solution
 ACCEPTED_GAP = 0.003
 # Orders are cheap to try, so a better one is looked for until this.
 GOOD_GAP = 0.0005
+# How much is tried at a time. These change how soon an answer is found and never what is proved:
+# each search that ends at one of them leaves the bound as it is, and the plan tells the gap.
 _COLUMNS_A_ROUND = 40
 _PROMISING = 300
-_FIRST_MARGIN = 0.01
 _MAX_ROUNDS = 500
 _MAX_TREE_NODES = 3000
 _MAX_ORDERS = 100
+# The first share of the bound within which windows are looked at; it doubles until it is enough.
+_FIRST_MARGIN = 0.01
+# With more machines, useless windows are dropped before anything is counted.
 _MANY_GROUPS = 60
+# What HiGHS calls feasible (its default).
 _TOLERANCE = 1e-7
 _MIB = 2**20
 
