@@ -244,7 +244,37 @@ class _Assembler:
         return not self._view and not self._partial
 
 
-class RequestParser:
+class _Parser:
+    """Reads a stream of messages; what a message begins with is for the two kinds to say."""
+
+    def __init__(self, streamed: frozenset[Command]) -> None:
+        self._streamed = streamed
+        self._assembler = _Assembler()
+        self._stream_bytes = 0
+
+    def feed(self, data: Buffer) -> Iterator[Event]:
+        """Yield what ``data`` completes; exhaust the iterator before the next feed.
+
+        Raises:
+            WireError: a message that is not one of this dialect, that nothing asked for, or of
+                another size than it can have here.
+        """
+        self._assembler.feed(data)
+        while (event := self._next()) is not None:
+            yield event
+
+    def _next(self) -> Event | None:
+        if not self._stream_bytes:
+            return self._begin()
+        piece = self._assembler.take_available(self._stream_bytes)
+        self._stream_bytes -= len(piece)
+        return StreamData(piece) if piece else None
+
+    def _begin(self) -> Event | None:
+        raise NotImplementedError
+
+
+class RequestParser(_Parser):
     """Reads a stream of requests: the server's side of a connection.
 
     Without a dialect only HELLO is understood; ``dialect`` may be set between messages, when the
@@ -259,30 +289,14 @@ class RequestParser:
         *,
         streamed: frozenset[Command] = frozenset(),
     ) -> None:
+        super().__init__(streamed)
         self.dialect = dialect
         self._limits = limits or Limits()
-        self._streamed = streamed
-        self._assembler = _Assembler()
         self._command: Command | None = None
         self._size_bytes = 0
-        self._stream_bytes = 0
         self._greeted = False
 
-    def feed(self, data: Buffer) -> Iterator[Event]:
-        """Yield what ``data`` completes; exhaust the iterator before the next feed.
-
-        Raises:
-            WireError: the bytes are no request of this dialect, or beyond a limit.
-        """
-        self._assembler.feed(data)
-        while (event := self._next()) is not None:
-            yield event
-
-    def _next(self) -> Event | None:
-        if self._stream_bytes:
-            piece = self._assembler.take_available(self._stream_bytes)
-            self._stream_bytes -= len(piece)
-            return StreamData(piece) if piece else None
+    def _begin(self) -> Event | None:
         if self._command is None:
             header = self._assembler.take(REQUEST_HEADER_BYTES)
             if header is None:
@@ -335,7 +349,7 @@ class RequestParser:
         return command
 
 
-class AnswerParser:
+class AnswerParser(_Parser):
     """Reads a stream of answers: the client's side of a connection.
 
     The caller tells with ``expect`` which answers are due, in the order of the requests. Every
@@ -343,31 +357,15 @@ class AnswerParser:
     """
 
     def __init__(self, *, streamed: frozenset[Command] = frozenset()) -> None:
-        self._streamed = streamed
-        self._assembler = _Assembler()
+        super().__init__(streamed)
         self._due: deque[tuple[Command, int]] = deque()
         self._has_header = False
-        self._stream_bytes = 0
 
     def expect(self, command: Command, payload_bytes: int) -> None:
         """Announce an answer of exactly ``payload_bytes``."""
         self._due.append((command, payload_bytes))
 
-    def feed(self, data: Buffer) -> Iterator[Event]:
-        """Yield what ``data`` completes; exhaust the iterator before the next feed.
-
-        Raises:
-            WireError: an answer that nothing asked for, or one of another size than asked for.
-        """
-        self._assembler.feed(data)
-        while (event := self._next()) is not None:
-            yield event
-
-    def _next(self) -> Event | None:
-        if self._stream_bytes:
-            piece = self._assembler.take_available(self._stream_bytes)
-            self._stream_bytes -= len(piece)
-            return StreamData(piece) if piece else None
+    def _begin(self) -> Event | None:
         if not self._due:
             if not self._assembler.is_empty:
                 raise WireError("The server sent bytes that nothing asked for.")
