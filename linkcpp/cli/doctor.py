@@ -10,8 +10,8 @@ from linkcpp.cli.hub_access import data_folder_of
 from linkcpp.cli.output import console, print_json, working
 from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
+from linkcpp.hub.weights.adding import problem_with
 from linkcpp.hub.weights.catalogue import Catalogue, Entry, models_folder
-from linkcpp.hub.weights.verifying import problem_with
 from linkcpp.node.diagnosis import Diagnosis, Observation, Verdict
 from linkcpp.node.selfcheck import examine, look_at_files, summed_up
 

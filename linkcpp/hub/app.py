@@ -3,7 +3,9 @@
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request, WebSocket
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.types import ASGIApp
 
 from linkcpp.common.access import RateLimit
@@ -11,18 +13,23 @@ from linkcpp.common.api_errors import new_api
 from linkcpp.common.metrics import METRICS_PATH
 from linkcpp.common.records import ErrorBody
 from linkcpp.hub.access import Access, TokenCheck
-from linkcpp.hub.edge_routes import add_edge_routes
 from linkcpp.hub.errors import ApiError
-from linkcpp.hub.heartbeats import HeartbeatEndpoint
-from linkcpp.hub.machine_routes import add_machine_routes
-from linkcpp.hub.openapi import describe
-from linkcpp.hub.roles import OPENAPI_PATH, Caller, allow, check_routes
+from linkcpp.hub.heartbeats import HEARTBEAT_PATH, HEARTBEAT_ROLES, HeartbeatEndpoint
+from linkcpp.hub.roles import (
+    OPEN_PATHS,
+    OPENAPI_PATH,
+    Caller,
+    allow,
+    allowed_roles,
+    check_routes,
+)
+from linkcpp.hub.routes import add_edge_routes, add_machine_routes, add_token_routes
 from linkcpp.hub.service import Hub
-from linkcpp.hub.token_routes import add_token_routes
 from linkcpp.hub.weights.routes import add_weight_routes
-from linkcpp.registry.records import Role
+from linkcpp.registry.records import Heartbeat, HeartbeatAnswer, Role
 from linkcpp.registry.relay import RelayCloseCode
 
+_SCHEMAS = "#/components/schemas/"
 _DEFECT = ErrorBody(
     code="defect",
     message="The hub met a defect of its own.",
@@ -45,7 +52,7 @@ def create_app(
     _add_own_routes(app, hub)
     _add_errors(app)
     check_routes(app.routes)
-    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return Access(
         HeartbeatEndpoint(app, hub.registrar),
         TokenCheck(hub.identity, hub.directory, hub.clock),
@@ -86,3 +93,64 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> JSONResponse:
         return JSONResponse(error.body().model_dump(), error.status, headers=error.headers())
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    """Write the description once: with the tokens, the roles, and the WebSocket."""
+    if app.openapi_schema:
+        return app.openapi_schema
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    components = schema["components"]
+    components["securitySchemes"] = {
+        "nodeToken": {"type": "http", "scheme": "bearer", "description": "Of POST /v1/tokens"}
+    }
+    schema["security"] = [{"nodeToken": []}]
+    roles = {
+        (method.lower(), route.path): allowed_roles(route)  # type: ignore[attr-defined]
+        for route in app.routes
+        for method in getattr(route, "methods", None) or ()
+    }
+    for path, item in schema["paths"].items():
+        for method, operation in item.items():
+            if path in OPEN_PATHS:
+                operation["security"] = []
+            else:
+                operation["x-roles"] = [role.value for role in roles[method, path] or ()]
+    schema["paths"]["/v1/events"] = {
+        "get": {
+            "tags": ["hub"],
+            "summary": "WebSocket: what the hub pushes to a machine",
+            "x-roles": ["node", "backbone"],
+            "responses": {"101": {"description": "Text messages, each a HubEvent"}},
+        }
+    }
+    schema["paths"][HEARTBEAT_PATH] = {"post": _describe_heartbeat(components["schemas"])}
+    refused = {
+        "description": "Refused, with the reason and the way out",
+        "content": {"application/json": {"schema": {"$ref": _SCHEMAS + "ErrorBody"}}},
+    }
+    for item in schema["paths"].values():
+        for operation in item.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["4XX"] = refused
+    app.openapi_schema = schema
+    return schema
+
+
+def _describe_heartbeat(schemas: dict[str, Any]) -> dict[str, Any]:
+    for record in (Heartbeat, HeartbeatAnswer):
+        described = record.model_json_schema(ref_template=_SCHEMAS + "{model}")
+        schemas.update(described.pop("$defs", {}))
+        schemas[record.__name__] = described
+
+    def content(record: type[BaseModel]) -> dict[str, Any]:
+        return {"application/json": {"schema": {"$ref": _SCHEMAS + record.__name__}}}
+
+    return {
+        "tags": ["machines"],
+        "summary": "Tell that this node is alive; durable when answered",
+        "operationId": "heartbeat",
+        "x-roles": [role.value for role in HEARTBEAT_ROLES],
+        "requestBody": {"required": True, "content": content(Heartbeat)},
+        "responses": {"200": {"description": "Noted", "content": content(HeartbeatAnswer)}},
+    }

@@ -1,6 +1,10 @@
-"""Adding a model to the hub: its files are hashed once, piece by piece, and that can be resumed."""
+"""Adding a model to the hub, and reading it again.
+
+Its files are hashed once, piece by piece, and that can be resumed.
+"""
 
 import contextlib
+import gzip
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -106,7 +110,7 @@ def _hash_and_commit(
     bar: Bar,
 ) -> Entry:
     with bar("hashing", sum(unit.size_bytes for unit in plan.units)) as on_progress:
-        digests = hash_units(files, plan, journal.done, journal.note, on_progress)
+        digests = _hash_units(files, plan, journal.done, journal.note, on_progress)
     manifest = model_manifest(files, plan, digests, model_origin(files))
     local = _local_files(files, wanted)
     entry = Entry(model=_record(wanted, files, manifest, has_weights=bool(local)), files=local)
@@ -118,7 +122,7 @@ def _hash_and_commit(
     return entry
 
 
-def hash_units(
+def _hash_units(
     files: ModelFiles,
     plan: HashPlan,
     done: Mapping[int, list[str]],
@@ -207,3 +211,27 @@ def _record(
         has_weights=has_weights,
         added_at=wanted.unix_time,
     )
+
+
+def problem_with(catalogue: Catalogue, entry: Entry, on_progress: Progress) -> str | None:
+    """Hash all files of a model that lie on this disk, and say what is wrong with them.
+
+    Raises:
+        LinkcppError: the model's manifest cannot be read.
+    """
+    if problem := catalogue.problem(entry):
+        return problem
+    if not entry.files:
+        return None
+    content = gzip.decompress(catalogue.manifest(entry.model.name))
+    promised = ModelManifest.model_validate_json(content)
+    try:
+        with open_whole_model(catalogue.local_files(entry)[0].path) as files:
+            plan = plan_hashes(files)
+            digests = _hash_units(files, plan, {}, lambda *_: None, on_progress)
+            found = model_manifest(files, plan, digests, promised.model)
+    except LinkcppError as error:
+        return error.message
+    if found == promised:
+        return None
+    return "Its files have other bytes than when it was added, at the same size and time."
