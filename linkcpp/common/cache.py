@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import error_of_system, write_hint
 from linkcpp.common.files import write_atomically
 
 _MARK: Final = ".in-use"
@@ -62,9 +62,10 @@ def hold_folder(folder: Path) -> BinaryIO:
             is_removed_meanwhile = isinstance(error, FileNotFoundError | FileExistsError)
             if is_removed_meanwhile and not folder.is_file():
                 continue
-            raise LinkcppError(
+            raise error_of_system(
+                error,
                 f"Cannot write {folder}: {error.strerror}.",
-                hint="Free some space, or set XDG_CACHE_HOME to a folder that you may write.",
+                hint=write_hint(error, "set XDG_CACHE_HOME to another folder"),
             ) from error
         fcntl.flock(file, fcntl.LOCK_SH)
         with contextlib.suppress(OSError):

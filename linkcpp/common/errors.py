@@ -48,6 +48,20 @@ def error_of_system(cause: OSError, message: str, *, hint: str | None = None) ->
     return kind(message, hint=hint)
 
 
+def write_hint(cause: OSError, elsewhere: str) -> str:
+    """Say what helps where the system refused to write, by why it did.
+
+    ``elsewhere`` is what to do where this place will not do, like ``choose another folder``.
+    """
+    if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"Free some space, or {elsewhere}."
+    if cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"Make it writable, or {elsewhere}."
+    if cause.errno == errno.EISDIR:
+        return f"Name a file rather than a folder, or {elsewhere}."
+    return f"{elsewhere[0].upper()}{elsewhere[1:]}."
+
+
 def is_passing(cause: OSError) -> bool:
     """Whether what the system refused may work later, with nothing changed here."""
     return cause.errno in _PASSING

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from linkcpp.common.errors import error_of_system
+from linkcpp.common.errors import error_of_system, write_hint
 
 OWNERS_MODE: Final = 0o600
 
@@ -89,7 +89,7 @@ def write_atomically(path: Path, content: bytes | str, *, mode: int = OWNERS_MOD
         raise error_of_system(
             error,
             f"Cannot write {path}: {error.strerror or error}.",
-            hint="Free some space or choose another folder.",
+            hint=write_hint(error, "choose another folder"),
         ) from error
 
 

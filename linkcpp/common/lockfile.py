@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from linkcpp.common.errors import LinkcppError, error_of_system
+from linkcpp.common.errors import LinkcppError, error_of_system, write_hint
 
 
 @contextlib.contextmanager
@@ -23,7 +23,7 @@ def held_lock(path: Path, taken: LinkcppError) -> Iterator[None]:
         raise error_of_system(
             error,
             f"Cannot write {path}: {error.strerror}.",
-            hint="Free some space, or choose a folder that you may write (LINKCPP_HOME).",
+            hint=write_hint(error, "set LINKCPP_HOME to another folder"),
         ) from error
     try:
         try:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import LinkcppError, write_hint
 from linkcpp.engine.binaries import engines_folder
 
 # Called with what is being done, and how much of how much is done (``None``: not known).
@@ -54,7 +54,7 @@ def disk_error(error: OSError, folder: Path) -> LinkcppError:
         )
     return LinkcppError(
         f"Cannot write to {folder}: {error.strerror or error}.",
-        hint="Make it writable, or set LINKCPP_HOME to another folder.",
+        hint=write_hint(error, "set LINKCPP_HOME to another folder"),
     )
 
 

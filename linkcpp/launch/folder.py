@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from linkcpp.common.errors import LinkcppError, NotNowError, error_of_system
+from linkcpp.common.errors import LinkcppError, NotNowError, error_of_system, write_hint
 from linkcpp.common.files import write_atomically
 from linkcpp.common.paths import state_folder
 from linkcpp.common.processes import ProcessIdentity
@@ -224,7 +224,7 @@ def _make_folder(path: Path) -> None:
         raise error_of_system(
             error,
             f"Cannot make the folder {path}: {error.strerror}.",
-            hint="Free some space, or set LINKCPP_HOME to a folder that you may write.",
+            hint=write_hint(error, "set LINKCPP_HOME to another folder"),
         ) from error
 
 

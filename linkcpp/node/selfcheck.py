@@ -13,7 +13,7 @@ from linkcpp.cluster.config import Config, load_config
 from linkcpp.cluster.measure import this_machine
 from linkcpp.cluster.token import make_challenge
 from linkcpp.common.config_file import config_path
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import LinkcppError, write_hint
 from linkcpp.common.paths import cache_folder, config_folder, data_folder, state_folder
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.binaries import find_engines, find_explicit_engine
@@ -96,7 +96,7 @@ def _look_at_folder(subject: str, folder: Path) -> Observation:
             subject=subject,
             verdict=Verdict.FAIL,
             detail=f"{folder} cannot be written: {error.strerror or error}",
-            hint="Make it writable, or set LINKCPP_HOME to another folder.",
+            hint=write_hint(error, "set LINKCPP_HOME to another folder"),
         )
     detail = f"{folder}, {format_bytes(free_bytes)} free"
     if free_bytes >= _LITTLE_DISK_BYTES:

@@ -1,5 +1,6 @@
 """``linkcpp doctor``: says what is here, what is missing, and what to do about it."""
 
+import errno
 import http.server
 import json
 import os
@@ -140,7 +141,18 @@ def test_a_folder_that_cannot_be_made_is_a_failure(linkcpp_home: Path) -> None:
     linkcpp_home.write_text("a file where a folder should be")
     observations = look_at_folders()
     assert {item.verdict for item in observations} == {Verdict.FAIL}
-    assert all(item.hint for item in observations)
+    assert {item.hint for item in observations} == {"Set LINKCPP_HOME to another folder."}
+
+
+def test_a_folder_on_a_full_disk_is_not_to_be_made_writable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: Path, __: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    hints = {item.hint for item in look_at_folders()}
+    assert hints == {"Free some space, or set LINKCPP_HOME to another folder."}
 
 
 def test_a_broken_engine_beside_a_good_one_is_only_a_warning() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import LinkcppError, NotNowError
 from linkcpp.common.files import write_atomically
 
 
@@ -49,8 +49,8 @@ def test_an_interrupted_write_leaves_the_old_file_and_no_litter(
     assert _names(tmp_path) == ["state"]
 
 
-def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
-    # A file-size limit makes write() fail with EFBIG, as a full disk does with ENOSPC.
+def test_a_write_that_fails_half_way_is_told_in_one_sentence(tmp_path: Path) -> None:
+    # A limit on the size of files makes write() fail with EFBIG.
     script = (
         "import resource, signal, sys; from pathlib import Path\n"
         "from linkcpp.common.files import write_atomically\n"
@@ -65,8 +65,19 @@ def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "Cannot write" in done.stdout
-    assert "Free some space" in done.stdout
+    assert "Choose another folder" in done.stdout
     assert _names(tmp_path) == []
+
+
+def test_a_disk_without_room_is_told_to_be_freed() -> None:
+    with pytest.raises(NotNowError, match=r"Free some space, or choose another folder\."):
+        write_atomically(Path("/dev/full"), "text")
+
+
+def test_a_folder_in_place_of_a_file_is_not_a_matter_of_room(tmp_path: Path) -> None:
+    with pytest.raises(LinkcppError, match="Name a file rather than a folder") as caught:
+        write_atomically(tmp_path, "text")
+    assert "space" not in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_made_is_told_in_one_sentence(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
-from linkcpp.common.errors import LinkcppError
+from linkcpp.common.errors import LinkcppError, write_hint
 from linkcpp.model.slices.hashing import Progress, hash_pieces
 from linkcpp.model.slices.layout import CopyJob, CopyUnit
 from linkcpp.model.slices.manifest import Slab
@@ -192,7 +192,8 @@ def refuse_write(path: Path, error: OSError) -> NoReturn:
             hint="Choose a folder on another file system, or slice fewer experts.",
         ) from error
     raise DiskError(
-        f"Cannot write in {path.parent}: {error.strerror}.", hint="Choose another folder."
+        f"Cannot write in {path.parent}: {error.strerror}.",
+        hint=write_hint(error, "choose another folder"),
     ) from error
 
 
