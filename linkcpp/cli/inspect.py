@@ -12,7 +12,7 @@ from rich.text import Text
 
 from linkcpp.cli.output import console, print_json, working
 from linkcpp.cli.tables import WholeTable
-from linkcpp.cli.verb import verb
+from linkcpp.cli.verb import refuse_together, verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
@@ -54,6 +54,9 @@ def inspect(
     ] = False,
 ) -> None:
     """Show what a model is made of: layers, experts, bytes by role, memory per token."""
+    refuse_together({"MODEL": model, "--list": show_list})
+    if tensors and not as_json:
+        raise LinkcppError("--tensors is for --json.", hint="Give --json as well, or omit it.")
     if show_list:
         _print_presets(as_json=as_json)
         return

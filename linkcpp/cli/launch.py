@@ -14,7 +14,7 @@ from linkcpp.cli.log_format import LogFormatOption
 from linkcpp.cli.output import chat_sentence, console, print_json, status_console, task_name
 from linkcpp.cli.own_command import LINKCPP
 from linkcpp.cli.plan_files import load_plan
-from linkcpp.cli.verb import verb
+from linkcpp.cli.verb import refuse_together, verb
 from linkcpp.cluster.addresses import own_addresses
 from linkcpp.cluster.config import load_config, node_url, parse_node_url
 from linkcpp.common.errors import LinkcppError
@@ -114,8 +114,20 @@ def launch(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Start what a plan says, prove that it is so, and print the URL of the API."""
+    refuse_together({"--foreground": foreground, "--dry-run": dry_run})
+    refuse_together({"--foreground": foreground, "--json": as_json})
+    refuse_together({"--systemd-unit": unit, "--dry-run": dry_run, "--json": as_json})
+    plan = load_plan(plan_file)
+    _refuse_for_mode(
+        plan.mode,
+        {
+            "--fallback-memory": fallback_memory is not None,
+            "--patience": patience != DEFAULT_PATIENCE_SECONDS,
+            "--spot-checks": spot_checks != format_percent(DEFAULT_RATE),
+        },
+    )
     request = make_request(
-        load_plan(plan_file),
+        plan,
         model=model,
         name=name,
         host=host,
@@ -138,6 +150,16 @@ def launch(
         _run_in_foreground(request)
     else:
         _run_detached(request, as_json=as_json)
+
+
+def _refuse_for_mode(mode: PlanMode, options: dict[str, bool]) -> None:
+    """Refuse options about experts, each with whether it is given, for a plan without experts."""
+    given = [name for name, is_given in options.items() if is_given]
+    if given and mode is not PlanMode.EXPERTS:
+        raise LinkcppError(
+            f"{given[0]} is for mode experts, and this plan is of mode {mode}.",
+            hint=f"Omit {' and '.join(given)}, or plan with --mode experts.",
+        )
 
 
 def _run_detached(request: LaunchRequest, *, as_json: bool) -> None:

@@ -7,7 +7,7 @@ import typer
 from rich.text import Text
 
 from linkcpp.cli.output import console, print_json
-from linkcpp.cli.verb import verb
+from linkcpp.cli.verb import refuse_together, verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.folder import DeploymentFolder
 from linkcpp.launch.logs import (
@@ -51,6 +51,7 @@ def logs(
             "--raw and --json are two forms of the same lines.",
             hint="Give --raw for the lines alone, --json for one document.",
         )
+    refuse_together({"--follow": keep_on, "--json": as_json})
     folder = find_deployment(name)
     programs = remote_programs(folder, node)
     parts = [] if node else list(local_tails(folder, tail))

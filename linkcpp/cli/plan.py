@@ -12,7 +12,7 @@ from linkcpp.cli.output import console, print_json, status_console, working
 from linkcpp.cli.plan_files import load_counts, read_document, save_plan
 from linkcpp.cli.plan_notes import alone_note, next_step
 from linkcpp.cli.plan_report import explanation, report
-from linkcpp.cli.verb import verb
+from linkcpp.cli.verb import refuse_together, verb
 from linkcpp.cluster.config import load_config
 from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery
 from linkcpp.cluster.identity import load_identity
@@ -114,8 +114,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Decide which machine holds which layers or experts, and predict memory and speed."""
+    refuse_together({"--nodes": nodes, "--node": node})
     options = PlanOptions(
-        mode=_mode(mode, min_nodes),
+        mode=_mode(mode, min_nodes, {"--replicas": replicas > 1, "--hot": hot is not None}),
         context_tokens=context,
         parallel=parallel,
         cache_type_k=cache_type_k,
@@ -188,8 +189,22 @@ def _print(
         out.print(Text(next_step(made, cluster, output)), soft_wrap=True)
 
 
-def _mode(mode: PlanMode, min_nodes: int | None) -> PlanMode:
-    """Who says over how many nodes wants layers spread, whatever would be faster."""
+def _mode(mode: PlanMode, min_nodes: int | None, about_experts: dict[str, bool]) -> PlanMode:
+    """Who says over how many nodes wants layers spread, whatever would be faster.
+
+    ``about_experts`` tells of each option that only mode experts heeds whether it is given.
+    """
+    chosen = _spreading_layers(mode, min_nodes)
+    given = [name for name, is_given in about_experts.items() if is_given]
+    if given and chosen not in (PlanMode.AUTO, PlanMode.EXPERTS):
+        raise LinkcppError(
+            f"Mode {chosen} does not spread experts, which {given[0]} asks for.",
+            hint=f"Omit {' and '.join(given)}, or plan with --mode experts.",
+        )
+    return chosen
+
+
+def _spreading_layers(mode: PlanMode, min_nodes: int | None) -> PlanMode:
     if min_nodes is None:
         return mode
     if mode not in (PlanMode.AUTO, PlanMode.LAYERS):

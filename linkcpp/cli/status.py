@@ -15,7 +15,7 @@ from linkcpp.cli.output import chat_sentence, console, print_json, window_text, 
 from linkcpp.cli.plan_files import save_counts
 from linkcpp.cli.status_experts import experts_view
 from linkcpp.cli.tables import WholeTable
-from linkcpp.cli.verb import verb
+from linkcpp.cli.verb import refuse_together, verb
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import shell_command
 from linkcpp.common.units import format_bytes
@@ -68,12 +68,14 @@ def status(
     ] = None,
 ) -> None:
     """Show what runs, where it runs, and whether it still does."""
+    refuse_together({"--watch": watch, "--json": as_json})
+    refuse_together({"--routing-counts": routing_counts, "--watch": watch, "--metrics": metrics})
     if routing_counts is not None:
         _write_counts(find_deployment(name), routing_counts, as_json=as_json)
         return
     if name is not None:
         name = find_deployment(name).name
-    if watch and not as_json:
+    if watch:
         _watch(name, every=every)
         return
     reports = _reports(name, every=every)

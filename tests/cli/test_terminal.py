@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from typer.testing import CliRunner
 
 from linkcpp.__main__ import main
 from linkcpp.cli.main import app
@@ -341,6 +342,37 @@ def test_wrong_words_are_told_like_every_other_error(
     assert lines[1].startswith("way out: ")
     assert hint in lines[1]
     assert ended.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (("logs", "-f", "--json"), "--follow and --json cannot be given together.", "--json."),
+        (("status", "--watch", "--json"), "--watch and --json cannot be", "Omit --watch or"),
+        (("status", "--watch", "--metrics"), "--watch and --metrics cannot be", "Omit --watch or"),
+        (("inspect", "122B", "--list"), "MODEL and --list cannot be", "Omit MODEL or --list."),
+        (("inspect", "122B", "--tensors"), "--tensors is for --json.", "--json"),
+        (("launch", "p", "--foreground", "--dry-run"), "--foreground and --dry-run", "Omit"),
+        (
+            ("plan", "-m", "122B", "--mode", "layers", "--replicas", "2", "--hot", "c.json"),
+            "Mode layers does not spread experts, which --replicas asks for.",
+            "Omit --replicas and --hot, or plan with --mode experts.",
+        ),
+        (("plan", "-m", "122B", "--min-nodes", "2", "--hot", "c"), "Mode layers does not", "--hot"),
+        (
+            ("plan", "-m", "122B", "--nodes", "n", "--node", "10.0.0.5"),
+            "--nodes and --node",
+            "Omit",
+        ),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    words: tuple[str, ...], error: str, hint: str
+) -> None:
+    ended = CliRunner().invoke(app, words)
+    assert isinstance(ended.exception, LinkcppError)
+    assert ended.exception.message.startswith(error)
+    assert hint in str(ended.exception.hint)
 
 
 _WITHOUT_EXTRA = """

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from linkcpp.cli.launch import app as launch_app
 from linkcpp.cli.plan import app
 from linkcpp.cli.plan_files import load_plan
 from linkcpp.cluster.discovery import Discovery
@@ -81,6 +82,17 @@ def test_more_nodes_than_there_are_cannot_be_asked_for(saved_nodes: Path) -> Non
     # Asked for nodes, a plan uses them, though the coordinator alone would be faster.
     plan = Plan.model_validate(json.loads(run(*arguments, "1", "--json").stdout))
     assert [stage.node_name for stage in plan.stages if not stage.is_coordinator] == ["ash"]
+
+
+def test_what_is_for_experts_is_refused_for_a_plan_of_layers(
+    saved_nodes: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "p.json"
+    run("--model", "122B", "--nodes", str(saved_nodes), "-o", str(output))
+    words = [str(output), "--spot-checks", "5%", "--patience", "3"]
+    refused = CliRunner().invoke(launch_app, words).exception
+    assert isinstance(refused, LinkcppError)
+    assert refused.message == "--patience is for mode experts, and this plan is of mode layers."
 
 
 def test_it_writes_only_into_folders_that_are_there(saved_nodes: Path, tmp_path: Path) -> None:
