@@ -6,7 +6,8 @@ that the supervisor sees:
 
 - stdin is the life line. Nothing is ever written to it; when it ends, because the supervisor
   closed it or was killed in whatever way, the program is stopped: SIGTERM to its process group,
-  and SIGKILL once the grace time is over.
+  and SIGKILL once the grace time is over. A keeper that a signal stopped is woken for that, on
+  Linux also by the supervisor's death.
 - stdout relays the program's output. The log file has all of it; a supervisor that does not read
   loses lines, but never slows the program down.
 - stderr reports: ``started PID``, ``failed ERRNO``, ``exited CODE``, ``killed SIGNAL``.
@@ -208,6 +209,8 @@ def _spawn(argv: list[str], environment: dict[str, str], terminal: int) -> int:
     attributes[1] &= ~termios.OPOST
     termios.tcsetattr(terminal, termios.TCSANOW, attributes)
     prctl = _parent_death_call()
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT))
     keeper = os.getpid()
     # Closed by a successful exec, so its end tells success.
     outcome, outcome_write = os.pipe()

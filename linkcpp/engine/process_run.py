@@ -2,7 +2,9 @@
 
 import asyncio
 import codecs
+import contextlib
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -102,6 +104,9 @@ class KeptRun:
         """Cut the keeper's life line, so that it stops the program."""
         if self.keeper.stdin is not None:
             self.keeper.stdin.close()
+        # A keeper that is stopped hears nothing until it goes on.
+        with contextlib.suppress(ProcessLookupError):
+            self.keeper.send_signal(signal.SIGCONT)
 
 
 async def wait_until_hung(

@@ -98,6 +98,20 @@ async def test_a_stopped_program_ends_at_once_when_it_is_told_to(tmp_path: Path)
     assert process.status.state is ProcessState.STOPPED
 
 
+async def test_a_stopped_keeper_ends_its_program_at_once_when_it_is_told_to(tmp_path: Path) -> None:
+    code = "import time; print('go'); time.sleep(600)"
+    spec = python(tmp_path, code, ready_pattern="go", stop_timeout_seconds=600.0)
+    process = SupervisedProcess(spec)
+    process.start()
+    await process.wait_ready()
+    pid = process.pid
+    assert pid is not None
+    psutil.Process(psutil.Process(pid).ppid()).suspend()
+    await process.stop()
+    assert process.status.state is ProcessState.STOPPED
+    wait_gone([pid])
+
+
 async def test_an_rpc_server_gets_ready_and_serves(engine: EngineLocation, tmp_path: Path) -> None:
     changes: list[ProcessStatus] = []
     server = await start_rpc_server(
@@ -180,6 +194,26 @@ def test_nothing_stays_when_the_supervisor_is_killed(
     supervisor.send_signal(number)
     supervisor.wait()
     wait_gone(family)
+    supervisor.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_nothing_stays_when_the_supervisor_of_stopped_keepers_is_killed(
+    stock_engine: EngineLocation, tmp_path: Path
+) -> None:
+    supervisor = subprocess.Popen(
+        [sys.executable, str(SUPERVISOR), str(stock_engine.rpc_server),
+         str(stock_engine.library_folders[0]), str(tmp_path)],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert supervisor.stdout is not None
+    supervisor.stdout.readline()
+    family = psutil.Process(supervisor.pid).children(recursive=True)
+    for keeper in psutil.Process(supervisor.pid).children():
+        keeper.suspend()
+    supervisor.kill()
+    supervisor.wait()
+    wait_gone([process.pid for process in family])
     supervisor.stdout.close()
 
 
