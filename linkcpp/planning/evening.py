@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from linkcpp.planning.bounds import best_in_order
-from linkcpp.planning.problem import Floats, Group, Problem, Solution
+from linkcpp.planning.problem import Floats, Problem, Solution
 
 # Costs that differ by less are the same for anybody who waits.
 EQUAL_COSTS = 0.001
@@ -26,10 +24,10 @@ def evened(problem: Problem, fills: Sequence[Floats], solution: Solution) -> Sol
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         groups = [
-            _up_to(group, fill, middle) for group, fill in zip(problem.groups, fills, strict=True)
+            group.only(fill <= middle) for group, fill in zip(problem.groups, fills, strict=True)
         ]
         found = best_in_order(replace(problem, groups=tuple(groups)), order, limit)
-        if found is None or _shared_bytes(problem, found) > problem.shared_budget_bytes:
+        if found is None or not problem.has_room_for(found.windows):
             low = middle
         else:
             best = replace(found, bound=min(solution.bound, found.cost))
@@ -37,30 +35,8 @@ def evened(problem: Problem, fills: Sequence[Floats], solution: Solution) -> Sol
     return best
 
 
-def _up_to(group: Group, fill: Floats, most: float) -> Group:
-    keep = fill <= most
-    return replace(
-        group,
-        first=group.first[keep],
-        last=group.last[keep],
-        costs=group.costs[keep],
-        shared_bytes=group.shared_bytes[keep],
-    )
-
-
 def _fill(problem: Problem, fills: Sequence[Floats], solution: Solution) -> list[float]:
     return [
-        float(fills[w.group][_row(problem.groups[w.group], w.first, w.last)])
+        float(fills[w.group][problem.groups[w.group].row(w.first, w.last)])
         for w in solution.windows
     ]
-
-
-def _shared_bytes(problem: Problem, solution: Solution) -> int:
-    return sum(
-        int(problem.groups[w.group].shared_bytes[_row(problem.groups[w.group], w.first, w.last)])
-        for w in solution.windows
-    )
-
-
-def _row(group: Group, first: int, last: int) -> int:
-    return int(np.flatnonzero((group.first == first) & (group.last == last))[0])

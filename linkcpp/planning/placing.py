@@ -108,8 +108,7 @@ class _Candidate:
         """One of the group's windows, on one of its devices."""
         count = 0
         if self.kept is not None:
-            row = (self.group.first == first) & (self.group.last == last)
-            count = int(self.kept[row][0])
+            count = int(self.kept[self.group.row(first, last)])
         return Held(self.offers[member], first, last, tuple(range(first, first + count)))
 
 

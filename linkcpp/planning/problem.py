@@ -5,7 +5,8 @@ A *slot* is a layer, or the output. A *window* ``[first, last)`` of slots is off
 path of windows from slot 0 to the last one that uses each group no more often than it has members.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,20 @@ class Group:
     is_host: bool = False
     is_remote: bool = False
 
+    def row(self, first: int, last: int) -> int:
+        """Where a window of the group is in its arrays."""
+        return int(np.flatnonzero((self.first == first) & (self.last == last))[0])
+
+    def only(self, wanted: npt.NDArray[np.bool_]) -> "Group":
+        """The group with some of its windows."""
+        return replace(
+            self,
+            first=self.first[wanted],
+            last=self.last[wanted],
+            costs=self.costs[wanted],
+            shared_bytes=self.shared_bytes[wanted],
+        )
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -48,6 +63,15 @@ class Problem:
     max_devices: int
     min_remote: int = 0
     needs_host: bool = False
+
+    def has_room_for(self, windows: "Sequence[Chosen]") -> bool:
+        """Whether the shared memory suffices for windows."""
+        groups = [self.groups[window.group] for window in windows]
+        total = sum(
+            int(group.shared_bytes[group.row(window.first, window.last)])
+            for group, window in zip(groups, windows, strict=True)
+        )
+        return total <= self.shared_budget_bytes
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def _without_useless(problem: Problem, below: float) -> Problem | None:
     if relaxed is None or relaxed.bound >= below:
         return None
     known = best_in_order(problem, _largest_first(problem), below)
-    if known is not None and _shared_bytes(problem, known) <= problem.shared_budget_bytes:
+    if known is not None and problem.has_room_for(known.windows):
         below = known.cost
     is_useful = relaxed.reduced_costs <= below - relaxed.bound + _TOLERANCE
     ends = np.append(pool.group_starts, pool.size)
@@ -78,16 +78,7 @@ def _without_useless(problem: Problem, below: float) -> Problem | None:
     groups = []
     for index, group in enumerate(problem.groups):
         start = starts_of.get(index, 0)
-        keep = is_useful[start : start + len(group.costs)]
-        groups.append(
-            replace(
-                group,
-                first=group.first[keep],
-                last=group.last[keep],
-                costs=group.costs[keep],
-                shared_bytes=group.shared_bytes[keep],
-            )
-        )
+        groups.append(group.only(is_useful[start : start + len(group.costs)]))
     return replace(problem, groups=tuple(groups))
 
 
@@ -100,7 +91,7 @@ def _best_of_orders(
     best: Solution | None = None
     for order in chain(islice(_neighbours(groups), _MAX_ORDERS), [largest_first, everything]):
         found = best_in_order(problem, order, best.cost if best else np.inf)
-        if found is not None and _shared_bytes(problem, found) <= problem.shared_budget_bytes:
+        if found is not None and problem.has_room_for(found.windows):
             best = replace(found, bound=min(bound, found.cost))
         if best is not None and (any_cover or best.gap <= GOOD_GAP):
             break
@@ -129,15 +120,6 @@ def _largest_first(problem: Problem) -> list[int]:
         for index in sorted(range(len(capacities)), key=lambda index: -capacities[index])
         for _ in range(min(problem.groups[index].members, problem.max_devices))
     ]
-
-
-def _shared_bytes(problem: Problem, solution: Solution) -> int:
-    total = 0
-    for window in solution.windows:
-        group = problem.groups[window.group]
-        row = (group.first == window.first) & (group.last == window.last)
-        total += int(group.shared_bytes[row][0])
-    return total
 
 
 def solve_exactly(
