@@ -192,8 +192,8 @@ def _load_rates(path: Path) -> dict[str, float]:
         return {}
 
 
-def measure_read_rate(threads: int, buffer_bytes: int, seconds: float = _MEASURE_SECONDS) -> float:
-    """Stream a buffer with ``threads`` threads for ``seconds``; return the best pass in bytes/s.
+def measure_read_rate(threads: int, buffer_bytes: int) -> float:
+    """Stream a buffer with ``threads`` threads for a while; return the best pass in bytes/s.
 
     The best pass and not the mean: other programs only ever make a pass slower.
     """
@@ -201,7 +201,7 @@ def measure_read_rate(threads: int, buffer_bytes: int, seconds: float = _MEASURE
     parts = np.array_split(buffer, threads)
     best = 0.0
     with ThreadPoolExecutor(threads) as pool:
-        end = time.perf_counter() + seconds
+        end = time.perf_counter() + _MEASURE_SECONDS
         while best == 0.0 or time.perf_counter() < end:
             start = time.perf_counter()
             # Numpy lets go of the interpreter lock while it reduces.

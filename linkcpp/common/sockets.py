@@ -112,13 +112,13 @@ def hold_port(host: str = "127.0.0.1", port: int = 0) -> HeldPort:
     raise OSError(errno.EADDRINUSE, "no port was found that is free")
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that nobody listens on or keeps now; it may be taken a moment later.
+def free_port() -> int:
+    """Return a loopback port that nobody listens on or keeps now; it may be taken a moment later.
 
     Raises:
-        OSError: the address is not this machine's.
+        OSError: none is free.
     """
-    with hold_port(host) as held:
+    with hold_port("127.0.0.1") as held:
         return held.number
 
 

@@ -43,7 +43,6 @@ async def start_program(
     config_path: Path,
     log_path: Path,
     ready_pattern: str,
-    ready_seconds: float = START_SECONDS,
     probe: Callable[[], Awaitable[bool]] | None = None,
 ) -> Program:
     """Start ``python -m MODULE CONFIG`` and wait until it is ready.
@@ -69,7 +68,7 @@ async def start_program(
         argv=(sys.executable, "-P", "-m", module, str(config_path)),
         log_path=log_path,
         ready_pattern=ready_pattern,
-        ready_timeout_seconds=ready_seconds,
+        ready_timeout_seconds=START_SECONDS,
         stop_timeout_seconds=STOP_SECONDS,
     )
     process = SupervisedProcess(spec, on_line=take, probe=probe)

@@ -2,11 +2,10 @@
 
 Rules, measured on build 10068 (RPC 4.0.3) and commit 0c1e570 (RPC 7.0.0) and equal in both:
 
-- ``llama_context``: the context of one sequence is padded to 256 cells; with a unified cache all
-  sequences share one pool of ``context x parallel`` cells, padded to 256.
+- ``llama_context``: the context of one sequence is padded to 256 cells.
 - ``llama_kv_cache``: per layer one K and one V tensor of ``cells x width`` elements per stream.
 - ``llama_kv_cache_iswa``: a layer with a sliding window has
-  ``pad(min(cells, window x (parallel if unified else 1) + ubatch), 256)`` cells.
+  ``pad(min(cells, window + ubatch), 256)`` cells.
 - ``llama_memory_recurrent``: per recurrent layer one f32 state for each sequence.
 - Every tensor starts at a multiple of 32 bytes in a CPU buffer (GPU backends pad to 128 or 256).
 """
@@ -33,27 +32,21 @@ def kv_bytes(
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
     ubatch_tokens: int = 512,
-    unified: bool = False,
 ) -> int:
     """Bytes of a layer's KV cache on the device that has the layer.
 
     ``context_tokens`` is per sequence: llama-server gets ``-c context_tokens x parallel`` and
-    ``-np parallel``, and then keeps one stream a sequence unless ``--kv-unified`` is given.
+    ``-np parallel``, and then keeps one stream a sequence, since plans give ``--no-kv-unified``.
     ``ubatch_tokens`` is ``-ub`` (no more than ``-b``).
 
     Raises:
         LinkcppError: a cache type does not fit the widths of this model.
     """
-    streams = 1 if unified else parallel
-    cells = padded_cells(context_tokens * parallel if unified else context_tokens)
+    cells = padded_cells(context_tokens)
     if layer.window_tokens is not None:
-        sequences = parallel if unified else 1
-        cells = padded_cells(min(cells, layer.window_tokens * sequences + ubatch_tokens))
-    return (
-        streams
-        * cells
-        * kv_token_bytes(layer, cache_type_k=cache_type_k, cache_type_v=cache_type_v)
-    )
+        cells = padded_cells(min(cells, layer.window_tokens + ubatch_tokens))
+    token_bytes = kv_token_bytes(layer, cache_type_k=cache_type_k, cache_type_v=cache_type_v)
+    return parallel * cells * token_bytes
 
 
 def kv_token_bytes(

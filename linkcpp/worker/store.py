@@ -205,15 +205,13 @@ class CachedSlabs:
     """Experts of a whole model, brought when they are needed; the least recently used leave.
 
     ``memory_bytes`` bounds all slots together; room is given to the first kinds of layers that
-    ask for it. At least one layer's choice of ``min_experts`` must fit.
+    ask for it. At least one expert of each kind of layer must fit.
 
     Raises:
         LinkcppError: ``memory_bytes`` does not suffice.
     """
 
-    def __init__(
-        self, rpc: RpcSocket, provider: SlabProvider, memory_bytes: int, *, min_experts: int = 1
-    ) -> None:
+    def __init__(self, rpc: RpcSocket, provider: SlabProvider, memory_bytes: int) -> None:
         self._rpc = rpc
         self._copier = SlabCopier(rpc, provider)
         self._layers = _by_layer(provider.tensors)
@@ -226,9 +224,9 @@ class CachedSlabs:
             expert_bytes = _expert_bytes(tensors)
             total = sum(t[0].expert_count for t in self._layers.values())
             slots = min(share // expert_bytes, total)
-            if slots < min_experts:
+            if slots < 1:
                 raise LinkcppError(
-                    f"The fallback needs at least {min_experts * expert_bytes * len(kinds)} "
+                    f"The fallback needs at least {expert_bytes * len(kinds)} "
                     f"bytes for its experts, not {memory_bytes}.",
                     hint="Give it more memory.",
                 )

@@ -35,7 +35,6 @@ def predicted_cache(
     key_type: str = "f16",
     value_type: str = "f16",
     ubatch: int = 512,
-    unified: bool = False,
 ) -> list[str]:
     """The lines of the log: full attention first, then sliding layers, where there are any."""
     sizes = {
@@ -47,7 +46,6 @@ def predicted_cache(
                 cache_type_k=key_type,
                 cache_type_v=value_type,
                 ubatch_tokens=ubatch,
-                unified=unified,
             )
             for layer in inventory.layers
             if (layer.window_tokens is not None) == sliding
@@ -87,15 +85,6 @@ def test_several_sequences_of_an_odd_context_are_as_predicted(
     real = buffer_sizes(engine, path, "-c", str(3 * 1100), "-np", "3", "-ub", "256")
     assert real.cache["CPU"] == predicted_cache(inventory, context=1100, parallel=3, ubatch=256)
     assert real.state.get("CPU", []) == predicted_state(inventory, parallel=3)
-
-
-@pytest.mark.parametrize("name", ["gemma3", "qwen35moe", "llama"])
-def test_a_unified_cache_is_as_predicted(engine: EngineLocation, name: str) -> None:
-    path = MODELS[name]()
-    real = buffer_sizes(engine, path, "-c", str(3 * 1100), "-np", "3", "--kv-unified")
-    assert real.cache["CPU"] == predicted_cache(
-        read_inventory(path), context=1100, parallel=3, unified=True
-    )
 
 
 @pytest.mark.parametrize(
