@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from rich.text import Text
 
 from linkcpp.cli.output import console, print_json, status_console, working
-from linkcpp.cli.plan_files import load_counts, read_document, save_plan
+from linkcpp.cli.plan_files import load_counts, read_document, require_plan_folder, save_plan
 from linkcpp.cli.plan_notes import alone_note, next_step
 from linkcpp.cli.plan_report import explanation, report
 from linkcpp.cli.verb import refuse_together, verb
@@ -128,7 +128,10 @@ def plan(
         replicas=replicas,
         repack=repack,
     )
+    memory_bytes = None if memory is None else parse_bytes(memory)
     counts = None if hot is None else load_counts(hot)
+    if output is not None:
+        require_plan_folder(output)
     with working("Looking at the model and the nodes…") as say:
         inventory = load_model_anywhere(model, hub or [])
         at_hub = parse_hub_location(inventory.source)
@@ -138,7 +141,7 @@ def plan(
         cluster = (
             _read_cluster(nodes) if nodes else _find_cluster(options, node or [], hub_urls, no_mdns)
         )
-        cluster = _changed(cluster, options, memory, assume or [])
+        cluster = _changed(cluster, options, memory_bytes, assume or [])
         require_minimum(inventory, cluster, options)
         say("Planning…")
         try:
@@ -278,11 +281,11 @@ def _read_cluster(path: Path) -> Cluster:
 
 
 def _changed(
-    cluster: Cluster, options: PlanOptions, memory: str | None, assume: list[str]
+    cluster: Cluster, options: PlanOptions, memory_bytes: int | None, assume: list[str]
 ) -> Cluster:
-    if memory is not None:
+    if memory_bytes is not None:
         offered = coordinator_offers(cluster, options)[0].available_bytes
-        cluster = with_coordinator_memory(cluster, min(offered, parse_bytes(memory)))
+        cluster = with_coordinator_memory(cluster, min(offered, memory_bytes))
     for index, specification in enumerate(assume):
         added = assumed_nodes(cluster, specification, batch=index)
         cluster = with_nodes(cluster, added)

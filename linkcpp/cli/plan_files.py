@@ -17,8 +17,17 @@ def save_plan(plan: Plan, path: Path) -> None:
     Raises:
         LinkcppError: it cannot be written.
     """
-    _require_folder(path, "the plan", "--output")
+    require_plan_folder(path)
     write_atomically(path, plan_text(plan), mode=users_mode())
+
+
+def require_plan_folder(path: Path) -> None:
+    """Refuse a place for a plan that no plan can be written to.
+
+    Raises:
+        LinkcppError: its folder is not there, or it is a folder itself.
+    """
+    _require_folder(path, "the plan", "--output")
 
 
 def save_counts(counts: RoutingCounts, path: Path) -> None:
@@ -32,6 +41,8 @@ def save_counts(counts: RoutingCounts, path: Path) -> None:
 
 
 def _require_folder(path: Path, what: str, option: str) -> None:
+    if path.is_dir():
+        raise LinkcppError(f"{path} is a folder.", hint=f"Name a file in it with {option}.")
     if not path.parent.is_dir():
         raise LinkcppError(
             f"There is no folder {path.parent} to write {what} to.",

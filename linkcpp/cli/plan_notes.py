@@ -68,6 +68,12 @@ def alone_note(plan: Plan, cluster: Cluster) -> str | None:
         return None
     if any(not share.is_coordinator for share in plan.expert_shares):
         return None
+    if plan.options.replicas > 1:
+        # Copies belong on other machines, so where there are none, nobody has room for one.
+        return (
+            "No node takes part: none has room for a worker and an expert. `linkcpp node --memory` "
+            "says how much a node gives."
+        )
     return (
         f"No node takes part: {plan.coordinator_name} has room for all, and no way to a node is "
         "as short. --memory SIZE bounds what it gives, --replicas 2 puts copies on nodes."

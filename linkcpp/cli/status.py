@@ -98,7 +98,8 @@ def _write_counts(folder: DeploymentFolder, path: Path, *, as_json: bool) -> Non
         print_json(counts)
         return
     pairs = sum(sum(experts.values()) for experts in counts.layers.values())
-    command = shell_command("linkcpp", "plan", "--mode", "experts", "--hot", path)
+    model = folder.read_request().model_path
+    command = shell_command("linkcpp", "plan", "--model", model, "--mode", "experts", "--hot", path)
     text = (
         f"{path} tells of {pairs:,} choices of experts in {len(counts.layers)} layers. Place the "
         f"often chosen ones nearby with: {command}"

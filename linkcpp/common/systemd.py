@@ -62,4 +62,5 @@ def systemd_unit(
 def _quoted(word: str) -> str:
     """Quote a word for a unit file (systemd.syntax(7)), specifiers and variables literal."""
     literal = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    literal = literal.replace("\n", "\\n")
     return literal if re.fullmatch(r"[\w@%+=:,./-]+", literal) else f'"{literal}"'

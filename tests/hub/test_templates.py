@@ -186,3 +186,9 @@ def test_a_service_has_the_settings_of_who_prints_its_unit_but_no_password() -> 
     unit = systemd_unit("hub", "linkcpp hub", ["linkcpp"], environment)
     given = set(re.findall(r"^Environment=\"?(\w+)=", unit, re.MULTILINE))
     assert given == environment.keys() - {"HTTPS_PROXY", "LINKCPP_JOIN_TOKEN"}
+
+
+def test_a_line_break_in_an_option_adds_no_line_to_a_unit() -> None:
+    unit = systemd_unit("node", "node", ["linkcpp", "--name", "a\nExecStartPre=/bin/false"], {})
+    assert '"a\\nExecStartPre=/bin/false"' in unit
+    assert not re.search(r"^ExecStartPre", unit, re.MULTILINE)

@@ -26,6 +26,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experts]:
 
 def written(experts: Experts, path: Path) -> RoutingCounts:
     told = experts.swarm.run("status", NAME, "--routing-counts", str(path)).stdout
+    assert f"--model {experts.model}" in told
     assert f"--hot {path}" in told
     return parse_counts(path.read_bytes(), source=str(path))
 

@@ -13,7 +13,7 @@ from linkcpp.cluster.discovery import Discovery
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.slices.segments import Segment
 from linkcpp.planning.records import Plan, PlanMode
-from tests.planning.clusters import GIGABYTE, cluster
+from tests.planning.clusters import GIGABYTE, cluster, device, node
 
 WIDE = {"COLUMNS": "200"}
 
@@ -64,6 +64,17 @@ def test_where_all_experts_are_here_no_round_trips_are_told(tmp_path: Path) -> N
     assert "Each token: all its experts are on here; typically" in told.stdout
     assert "round trips" not in told.stdout
     assert told.stdout.count("here (here)") == 2  # names stay in one line, also in 80 columns
+
+
+def test_nodes_without_room_for_a_copy_are_told_what_gives_them_more(tmp_path: Path) -> None:
+    where = cluster(200 * GIGABYTE, node("ash", device("CPU", GIGABYTE // 10, 30e9)))
+    path = tmp_path / "nodes.json"
+    found = Discovery(coordinator=where.coordinator, nodes=where.nodes, notes=())
+    path.write_text(found.model_dump_json())
+    told = run(path, "--replicas", "3").stdout
+    assert "none has room for a worker and an expert" in told
+    assert "--replicas 2 puts copies" not in told
+    assert "--replicas 2 puts copies" in run(path).stdout
 
 
 def test_it_explains_every_holder(saved_nodes: Path) -> None:

@@ -101,6 +101,17 @@ def test_it_writes_only_into_folders_that_are_there(saved_nodes: Path, tmp_path:
     assert isinstance(result.exception, LinkcppError)
     assert "no folder" in result.exception.message
     assert not output.parent.exists()
+    result = run("--model", "smollm2", "--nodes", str(saved_nodes), "-o", str(tmp_path))
+    assert isinstance(result.exception, LinkcppError)
+    assert result.exception.hint == "Name a file in it with --output."
+
+
+@pytest.mark.parametrize("wrong", [("--memory", "12XB"), ("-o", "/nowhere/p.json")])
+def test_wrong_values_are_told_before_anybody_is_looked_for(
+    wrong: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linkcpp.cli.plan.load_model_anywhere", lambda *_: pytest.fail("looked"))
+    assert isinstance(run("--model", "122B", *wrong).exception, LinkcppError)
 
 
 def test_a_model_in_place_of_a_plan_is_told_apart(tmp_path: Path) -> None:
