@@ -35,6 +35,8 @@ from linkcpp.worker.agreement import Verdict as Agreed
 from tests.model import gguf_bytes as raw
 from tests.support.models import llama
 
+pytestmark = pytest.mark.slow
+
 _PROGRAM = (sys.executable, "-m", "linkcpp")
 
 
@@ -243,7 +245,6 @@ def _nobody(path: Path) -> Path:
     raise RuntimeError(f"no home for {path}")
 
 
-@pytest.mark.slow
 def test_a_narrow_terminal_gets_every_column_of_the_nodes() -> None:
     create_token()
     ended = run("discover", "--no-mdns", "--node", "127.0.0.1:1", environment={"COLUMNS": "30"})

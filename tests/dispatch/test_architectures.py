@@ -92,6 +92,7 @@ def test_a_mixture_on_workers_is_the_model_in_one_process_to_the_bit(
     assert sum(worker["pair_count"] for worker in status["workers"]) == status["pair_count"] > 0
 
 
+@pytest.mark.slow
 def test_gate_and_up_in_one_tensor_are_sliced_and_served() -> None:
     from linkcpp.worker.slabs import GgufSlabs
 

@@ -387,6 +387,7 @@ async def test_only_who_shows_a_key_of_the_file_may_use_llama_server(
         assert engine.headers.get("x-api-key") is None
 
 
+@pytest.mark.slow
 async def test_who_has_a_key_is_served_while_strangers_hold_hundreds_of_connections(
     tmp_path: Path,
 ) -> None:

@@ -16,6 +16,8 @@ from tests.gateway.gateways import BOTH, Gateway, new_edge
 from tests.gateway.process import gateway_process
 from tests.gateway.raw import RawClient
 
+pytestmark = pytest.mark.slow
+
 BACKBONE, NODE = BOTH
 MIB = 2**20
 

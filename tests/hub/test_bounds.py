@@ -242,6 +242,7 @@ async def test_a_client_that_reads_no_events_is_cut_off(hub: RunningHub) -> None
     writer.close()
 
 
+@pytest.mark.slow
 async def test_a_machine_is_served_while_strangers_hold_all_that_a_small_hub_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,8 @@ from tests.node.agents import RunningAgent, running_agent
 from tests.node.slices import cut_here, segments
 from tests.support.models import qwen3moe
 
+pytestmark = pytest.mark.slow
+
 CHOSEN = ((0, 0, 3), (2, 4, 9))
 NAME = "122B"  # also the name of a preset
 

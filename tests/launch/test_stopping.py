@@ -13,6 +13,8 @@ from linkcpp.launch import stopping
 from linkcpp.launch.folder import DeploymentFolder, all_deployments, deployment_folder
 from linkcpp.launch.stopping import StopResult, stop_deployment
 
+pytestmark = pytest.mark.slow
+
 # Holds the lock as a supervisor does, and writes its last word when it is told to end.
 _SUPERVISOR = """
 import os, signal, sys, time

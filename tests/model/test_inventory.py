@@ -47,6 +47,7 @@ def test_an_experts_biases_belong_to_it() -> None:
     assert layer.expert_bytes == 3 * (256 * 256 * 17 // 32 + 256 * 4)
 
 
+@pytest.mark.slow
 def test_a_hybrid_tells_its_kinds_of_layers_apart() -> None:
     inventory = read_inventory(models.qwen35moe_next_token())
     assert [layer.kind for layer in inventory.layers] == (
