@@ -7,6 +7,7 @@ from pathlib import Path
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.front.api_keys import read_api_key
+from linkcpp.launch.experts.records import ExpertsState, WorkerPhase
 from linkcpp.launch.folder import DeploymentFolder, current_deployments
 from linkcpp.launch.records import Phase
 from linkcpp.launch.status import Condition, DeploymentReport, report_on
@@ -199,7 +200,18 @@ class _Verification:
                 f"There was nothing to compare the rows of {', '.join(unchecked)} with: neither "
                 "the whole model here nor another worker with the same experts."
             )
+        if note := absence_note(self._folder.read_state().experts):
+            self._notes.append(note)
         return workers
+
+
+def absence_note(experts: ExpertsState | None) -> str | None:
+    """Name the nodes whose rows nobody can check now, ``None`` where there are none. Pure."""
+    shares = experts.workers if experts is not None else ()
+    absent = [share.node_name for share in shares if share.phase is not WorkerPhase.UP]
+    if not absent:
+        return None
+    return f"No rows of {', '.join(dict.fromkeys(absent))} were checked: no worker is up there."
 
 
 def whole_model(location: str, plan: Plan) -> str | None:

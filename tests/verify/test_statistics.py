@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from linkcpp.dispatch.checks import RowCheck
 from linkcpp.dispatch.control import WorkerStatus
+from linkcpp.launch.experts.records import ExpertsState, WorkerPhase
 from linkcpp.verify.records import WorkerReport
 from linkcpp.verify.rows import report_of
+from linkcpp.verify.run import absence_note
 from linkcpp.verify.statistics import (
     MAX_MEAN_DIVERGENCE,
     Position,
@@ -21,6 +23,7 @@ from linkcpp.verify.statistics import (
     verdict_of,
 )
 from linkcpp.worker.agreement import Agreement, Verdict
+from tests.launch.test_experts_events import worker as share
 
 LOGITS = st.lists(st.floats(-20, 20), min_size=2, max_size=30)
 
@@ -165,3 +168,12 @@ def test_a_worker_without_a_reference_is_unchecked() -> None:
     found = worker(None)
     assert found.verdict is None
     assert found.against == ()
+
+
+def test_nodes_whose_worker_is_away_are_named_as_unchecked() -> None:
+    up = share(0, "attic", (0, 3), phase=WorkerPhase.UP)
+    away = share(1, "cellar", (4, 7), phase=WorkerPhase.AWAY)
+    assert absence_note(ExpertsState(workers=(up,))) is None
+    assert absence_note(ExpertsState(workers=(up, away))) == (
+        "No rows of cellar were checked: no worker is up there."
+    )
