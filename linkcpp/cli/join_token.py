@@ -45,7 +45,9 @@ def credentials_of(
     """
     secret = read_join_token(token)
     if secret is None:
-        return load_credentials(url)
+        kind = f" --role {roles[0].value}" if len(roles) == 1 else ""
+        made = f"`linkcpp hub token create{kind}`"
+        return load_credentials(url, hint=f"Add --token -, and give it a token that {made} made.")
     with working("joining the hub"):
         joining = join_hub(
             url, secret, identity=identity, keys=load_keys(), roles=roles, allow_plain=plain

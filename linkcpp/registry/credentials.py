@@ -46,8 +46,12 @@ def save_credentials(credentials: HubCredentials) -> None:
     write_atomically(_path(credentials.hub_id), content, mode=SECRET_MODE)
 
 
-def load_credentials(url: str) -> HubCredentials:
-    """Find what this machine knows of the hub at ``url``.
+def load_credentials(
+    url: str,
+    *,
+    hint: str = "`linkcpp join URL --token …`; `linkcpp hub token create` makes a token there.",
+) -> HubCredentials:
+    """Find what this machine knows of the hub at ``url``; ``hint`` is for one that knows nothing.
 
     Raises:
         LinkcppError: it did not join that hub, or the file cannot be used.
@@ -58,7 +62,7 @@ def load_credentials(url: str) -> HubCredentials:
             return known
     raise LinkcppError(
         f"This machine did not join the hub at {printable(wanted, 200)}.",
-        hint="`linkcpp join URL --token …`; `linkcpp hub token create` makes a token there.",
+        hint=hint,
     )
 
 

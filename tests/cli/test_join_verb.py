@@ -49,6 +49,11 @@ def test_joining_a_hub_that_one_never_joined_tells_the_hint() -> None:
     assert done.returncode == 2
     assert "did not join the hub" in done.stderr
     assert "--token" in done.stderr
+    pytest.importorskip("uvloop", reason="a gateway needs the extra `hub`")
+    gateway = run("gateway", "--hub", "https://hub.example").stderr
+    assert "--token" in gateway
+    assert "`linkcpp hub token create --role gateway`" in gateway
+    assert "linkcpp join" not in gateway
 
 
 def test_an_empty_answer_to_the_question_for_a_token_is_refused() -> None:
