@@ -119,6 +119,13 @@ class DeploymentFolder:
         except (OSError, ValidationError):
             return None
 
+    def was_taken_from(self, supervisor: ProcessIdentity) -> bool:
+        """Whether the lock of a supervisor that signed is gone, or another one's by now.
+
+        So it is where somebody removed the folder: then nobody finds that supervisor any more.
+        """
+        return not self.lock_file.exists() or self.signed_by() not in (None, supervisor)
+
     def is_live(self) -> bool:
         """Whether something of it runs or may have been left, so that it wants looking after."""
         if self.has_supervisor():

@@ -29,6 +29,7 @@ from linkcpp.launch.events import (
     PlanAdopted,
     Restarted,
     SupervisorStarted,
+    apply,
     first_state,
 )
 from linkcpp.launch.experts.attempt import ExpertsAttempt
@@ -43,6 +44,7 @@ from linkcpp.planning.records import Plan, PlanMode
 log = logging.getLogger("linkcpp.launch")
 
 LOG_BYTES = 4 * 2**20
+FOLDER_LOOK_SECONDS = 2.0
 
 
 async def supervise(folder: DeploymentFolder) -> DeploymentState:
@@ -202,7 +204,20 @@ async def _supervise_with_signals(folder: DeploymentFolder) -> DeploymentState:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stop)
-    return await task
+    looking = asyncio.create_task(_wait_until_removed(folder))
+    looking.add_done_callback(lambda _: stop())
+    state = await task
+    if looking.done():
+        removed = PhaseEntered(Phase.STOPPED, f"{folder.path} was removed")
+        folder.write_state(state := apply(state, removed, now=time.time()))
+    return state
+
+
+async def _wait_until_removed(folder: DeploymentFolder) -> None:
+    """Wait until somebody has removed the folder: no other program finds its supervisor then."""
+    supervisor = identity_of(os.getpid())
+    while supervisor is None or not folder.was_taken_from(supervisor):  # noqa: ASYNC110
+        await asyncio.sleep(FOLDER_LOOK_SECONDS)
 
 
 def log_to(folder: DeploymentFolder, *, attached: bool = False) -> None:

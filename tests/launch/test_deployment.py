@@ -1,6 +1,7 @@
 """A deployment over three nodes through its whole life, on real programs and a real model."""
 
 import json
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -279,6 +280,17 @@ def test_a_killed_node_ends_a_stream_with_an_error_and_is_replaced_on_the_same_p
     assert any("starting again without garage" in notice["text"] for notice in state["notices"])
     assert state["api_url"] == url
     assert tokens(url) == reference
+
+
+def test_a_deployment_whose_folder_is_removed_ends_and_says_so(swarm: Swarm) -> None:
+    alone = swarm.plan(smollm2_path(), mode="single")
+    before = {process.pid for process in swarm.processes()}
+    swarm.launch(alone, "removed")
+    shutil.rmtree(swarm.home / "state" / "deployments" / "removed")
+    wait_until(lambda: {process.pid for process in swarm.processes()} <= before)
+    report = swarm.status("removed")
+    assert report["condition"] == "stopped"
+    assert "was removed" in report["state"]["detail"]
 
 
 def test_a_killed_supervisor_leaves_nothing_and_status_says_so(swarm: Swarm, url: str) -> None:

@@ -169,18 +169,25 @@ def test_a_hung_worker_and_a_hung_rpc_server_of_nodes_are_started_again(
     experts: Experts, url: str
 ) -> None:
     nodes = {"attic": "linkcpp.worker", "garage": "ggml-rpc-server"}
-    before = {node: experts.worker(node)["start_count"] for node in nodes}
+
+    def not_told() -> list[str]:
+        hung = [text for text in experts.notices() if "hung: a signal stopped it" in text]
+        return [node for node in nodes if not any(t.startswith(f"{node} went") for t in hung)]
 
     def hang() -> None:
-        for node, word in nodes.items():
-            _stop_one(experts.swarm.agents[node].children, word)
+        for node in not_told():
+            _stop_one(experts.swarm.agents[node].children, nodes[node])
 
-    assert experts.complete_while(url, hang) == experts.reference
-    for node in nodes:
-        wait_until(lambda node=node: experts.worker(node)["start_count"] > before[node])  # type: ignore[misc]
-        wait_until(lambda node=node: experts.worker(node)["is_linked"])  # type: ignore[misc]
-    hung = [text for text in experts.notices() if "hung: a signal stopped it" in text]
-    assert {node for node in nodes if any(node in text for text in hung)} == set(nodes)
+    # On a busy machine a node may be lost for another reason before it has looked for so long.
+    for _ in range(5):
+        before = {node: experts.worker(node)["start_count"] for node in not_told()}
+        assert experts.complete_while(url, hang) == experts.reference
+        for node, count in before.items():
+            wait_until(lambda node=node, count=count: experts.worker(node)["start_count"] > count)  # type: ignore[misc]
+            wait_until(lambda node=node: experts.worker(node)["is_linked"])  # type: ignore[misc]
+        if not not_told():
+            break
+    assert not_told() == []
     assert tokens(url, count=COUNT) == experts.reference
     assert experts.state()["restart_count"] == 0
 
