@@ -93,7 +93,6 @@ class _Supervision:
         plan = self._surroundings.request.plan
         history = History()
         while True:
-            self._folder.write_plan(plan)
             # Also where the plan is the old one: what its stages held has gone with the attempt.
             self._journal.emit(PlanAdopted(plan, self._names(history.excluded)))
             ended = await self._attempt(plan)
@@ -114,6 +113,8 @@ class _Supervision:
     async def _attempt(self, plan: Plan) -> Failure:
         attempt = self._new_attempt(plan)
         try:
+            # A disk that is full may have room again at the next try.
+            self._folder.write_plan(plan)
             failure = await attempt.run()
         except asyncio.CancelledError:
             self._journal.emit(PhaseEntered(Phase.STOPPING))

@@ -1,8 +1,10 @@
 """A deployment over three nodes through its whole life, on real programs and a real model."""
 
+import contextlib
 import json
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from linkcpp.common.files import users_mode
 from tests.launch.swarm import Swarm, one_process, tokens, wait_until
 from tests.support.engines import prebuilt_engine
 from tests.support.models import in_hub_cache, llama_parts, smollm2_path, without_text
+from tests.support.small_disk import small_disk
 
 pytestmark = pytest.mark.slow
 
@@ -291,6 +294,27 @@ def test_a_deployment_whose_folder_is_removed_ends_and_says_so(swarm: Swarm) -> 
     report = swarm.status("removed")
     assert report["condition"] == "stopped"
     assert "was removed" in report["state"]["detail"]
+
+
+def test_a_llama_server_that_dies_on_a_full_disk_is_started_again_when_there_is_room(
+    swarm: Swarm,
+) -> None:
+    alone = swarm.plan(smollm2_path(), mode="single")
+    folder = swarm.home / "state" / "deployments" / "full"
+    with small_disk(folder, size_mib=1):
+        state = swarm.launch(alone, "full", "--json").json
+        filler = folder / "filler"
+        with contextlib.suppress(OSError):
+            filler.write_bytes(bytes(2**20))
+        llama_server = psutil.Process(state["llama_server"]["pid"])
+        llama_server.kill()
+        # For a try that finds no room; of that nothing can be written either.
+        time.sleep(5)
+        filler.unlink()
+        wait_until(lambda: swarm.status("full")["state"]["restart_count"])
+        wait_until(lambda: swarm.status("full")["condition"] == "running")
+        assert swarm.status("full")["state"]["supervisor"] == state["supervisor"]
+        swarm.run("stop", "full")
 
 
 def test_a_killed_supervisor_leaves_nothing_and_status_says_so(swarm: Swarm, url: str) -> None:

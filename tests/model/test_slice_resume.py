@@ -20,6 +20,7 @@ from linkcpp.model.slices.writing import choose_segments, open_whole_model, writ
 from tests.model import random_models as drawn
 from tests.model.test_slices import cut, flip
 from tests.model.web_server import Handler, Server, send_range
+from tests.support.small_disk import small_disk
 
 SERVED_BEFORE_THE_STALL = 12
 LINES_IN_ALL = 24
@@ -194,37 +195,26 @@ def test_two_writers_of_one_file_do_not_meet(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 12 MiB."""
-    if not Path("/bin/mount").exists():
-        pytest.skip("there is no /bin/mount")
+def small_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of 12 MiB."""
     folder = tmp_path / "small"
-    folder.mkdir()
-    made = subprocess.run(
-        ["/bin/mount", "-t", "tmpfs", "-o", "size=12m", "linkcpp-test", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if made.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {made.stderr.strip()}")
-    yield folder
-    subprocess.run(["/bin/umount", "-l", str(folder)], check=True)
+    with small_disk(folder, size_mib=12):
+        yield folder
 
 
-def test_too_little_room_is_told_before_anything_is_copied(model: Path, small_disk: Path) -> None:
+def test_too_little_room_is_told_before_anything_is_copied(model: Path, small_folder: Path) -> None:
     with pytest.raises(LinkcppError, match=r"has .* free, but .* are needed"):
-        cut(model, small_disk / "s.gguf", "all:all")
+        cut(model, small_folder / "s.gguf", "all:all")
 
 
 def test_a_disk_that_becomes_full_is_told_and_the_next_attempt_goes_on(
-    model: Path, small_disk: Path, tmp_path: Path
+    model: Path, small_folder: Path, tmp_path: Path
 ) -> None:
-    output, filler = small_disk / "s.gguf", small_disk / "filler"
+    output, filler = small_folder / "s.gguf", small_folder / "filler"
 
     def fill(_: int) -> None:
         if not filler.exists():
-            free = os.statvfs(small_disk)
+            free = os.statvfs(small_folder)
             # The copy goes on meanwhile and may take the last bytes first: full is full.
             with contextlib.suppress(OSError):
                 filler.write_bytes(bytes(free.f_bavail * free.f_frsize - 3 * 2**20))
