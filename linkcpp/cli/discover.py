@@ -18,13 +18,14 @@ from linkcpp.cli.output import console, print_json, working
 from linkcpp.cli.tables import WholeTable
 from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
-from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery, OnChange
 from linkcpp.cluster.records import DiscoveredNode, NodeStatus
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
-from linkcpp.registry.hub_discovery import find_everywhere, parse_hub_node_url
+from linkcpp.node.discovery import DISCOVER_SECONDS, Discovery, OnChange
+from linkcpp.node.hub_discovery import find_everywhere
+from linkcpp.registry.hub_location import parse_hub_node_url
 
 _PAUSE_SECONDS = 1.0
 _TABLE_COLUMNS = 80

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from linkcpp.cli.verb import verb
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, load_config
 from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.limits import usable_cores
-from linkcpp.cluster.token import load_token, make_challenge
+from linkcpp.cluster.token import load_token
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.logs import LogFormat, choose_format, log_for_people
 from linkcpp.common.paths import expand_home
@@ -167,7 +168,6 @@ def _run_node(
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_agent())
         sockets = [stack.enter_context(opened) for opened in listen(_LOOPBACK, 0)]
-        own_port = sockets[0].getsockname()[1]
         if not chosen.no_listen:
             sockets += [stack.enter_context(opened) for opened in listen(chosen.host, port)]
         choose_format(log_format)
@@ -188,9 +188,7 @@ def _run_node(
             core_count=min(chosen.threads or usable_cores(), usable_cores()),
         )
         direct_port = None if chosen.no_listen else sockets[-1].getsockname()[1]
-        joining = Joining(
-            credentials, agent_port=own_port, host=chosen.host, direct_port=direct_port
-        )
+        joining = Joining(credentials, host=chosen.host, direct_port=direct_port)
         asyncio.run(serve(agent, sockets, chosen.host, joining))
 
 
@@ -211,7 +209,7 @@ def _agent_token() -> str:
     try:
         return load_token()
     except LinkcppError:
-        return make_challenge()
+        return secrets.token_urlsafe(32)
 
 
 def _tell_what_next(credentials: HubCredentials) -> None:

@@ -14,7 +14,6 @@ from linkcpp.cli.plan_notes import alone_note, next_step
 from linkcpp.cli.plan_report import explanation, report
 from linkcpp.cli.verb import refuse_together, verb
 from linkcpp.cluster.config import load_config
-from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.measure import this_machine
 from linkcpp.cluster.records import Cluster
@@ -25,6 +24,8 @@ from linkcpp.engine.check import choose_engine
 from linkcpp.engine.records import Engine
 from linkcpp.launch.folder import all_deployments
 from linkcpp.model.records import ModelInventory
+from linkcpp.node.discovery import DISCOVER_SECONDS, Discovery
+from linkcpp.node.hub_discovery import find_everywhere
 from linkcpp.planning.assumed import (
     assumed_nodes,
     with_coordinator_memory,
@@ -33,7 +34,6 @@ from linkcpp.planning.assumed import (
 from linkcpp.planning.offers import coordinator_offers, is_usable, require_minimum
 from linkcpp.planning.records import MAX_DEVICES, CacheType, Plan, PlanMode, PlanOptions
 from linkcpp.planning.shortfall import InfeasibleError, make_plan
-from linkcpp.registry.hub_discovery import find_everywhere
 from linkcpp.registry.hub_location import parse_hub_location
 from linkcpp.registry.model_lookup import load_model_anywhere
 

@@ -24,21 +24,16 @@ class Finding(StrEnum):
 
     NODE = "node"
     WRONG_TOKEN = "wrong_token"  # noqa: S105 - a finding, not a credential
-    UNPROVEN = "unproven"
     NOT_A_NODE = "not_a_node"
     NO_ANSWER = "no_answer"
 
 
 class Probe(Record):
-    """The outcome of asking one candidate; ``detail`` says in words what stands in the way.
-
-    ``base_url`` is the very address that gave the proof, where a host name may lead elsewhere.
-    """
+    """The outcome of asking one candidate; ``detail`` says in words what stands in the way."""
 
     candidate: Candidate
     finding: Finding
     detail: str | None = None
     health: Health | None = None
     record: NodeRecord | None = None
-    base_url: str | None = None
     link: LinkSpeed | None = None

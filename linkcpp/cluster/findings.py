@@ -12,13 +12,11 @@ from linkcpp.engine.records import EngineFingerprint, RpcVersion
 
 _STATUS = {
     Finding.WRONG_TOKEN: NodeStatus.WRONG_TOKEN,
-    Finding.UNPROVEN: NodeStatus.UNPROVEN,
     Finding.NOT_A_NODE: NodeStatus.NOT_A_NODE,
 }
 # Which of several findings about one service tells most about it.
 _MOST_TELLING_FIRST = (
     Finding.WRONG_TOKEN,
-    Finding.UNPROVEN,
     Finding.NODE,
     Finding.NOT_A_NODE,
     Finding.NO_ANSWER,
@@ -162,7 +160,7 @@ def _unproven(
     for probe in probes:
         candidate = probe.candidate
         # Somebody without the token who claims to be a known node stays in sight.
-        is_suspect = probe.finding in (Finding.WRONG_TOKEN, Finding.UNPROVEN)
+        is_suspect = probe.finding is Finding.WRONG_TOKEN
         if candidate.node_id in by_id and not is_suspect:
             continue
         service = candidate.instance or instances.get(candidate.url) or candidate.url

@@ -2,7 +2,7 @@
 
 What mDNS says is a hint and never a proof: anybody on the network may advertise anything. So
 nothing of it is believed before the host at the address has proved itself
-(``linkcpp.cluster.probe``), names are made printable, and every count and length is bounded.
+(``linkcpp.node.probe``), names are made printable, and every count and length is bounded.
 """
 
 import asyncio

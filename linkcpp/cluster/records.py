@@ -16,17 +16,12 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Health(WireRecord):
-    """Proof of life; tells nothing that mDNS does not tell.
-
-    ``proof`` and ``address`` answer a ``challenge`` and are ``None`` without one.
-    """
+    """Proof of life; tells nothing that mDNS does not tell."""
 
     service: str = "linkcpp-node"
     agent_version: str
     node_id: NodeId
     name: str
-    address: str | None = None
-    proof: str | None = None
 
 
 class NodeDevice(WireRecord):
@@ -77,7 +72,7 @@ class LinkSpeed(WireRecord):
 class NodeStatus(StrEnum):
     """What discovery found at an address.
 
-    ``UNPROVEN`` passes on a proof that is another host's; ``DUPLICATE_ID`` shares its id with
+    ``DUPLICATE_ID`` shares its id with
     another machine; ``STALE`` is advertised but does not answer as what it is advertised as.
     """
 
@@ -85,7 +80,6 @@ class NodeStatus(StrEnum):
     OTHER_ENGINE = "other_engine"
     ENGINE_PROBLEM = "engine_problem"
     WRONG_TOKEN = "wrong_token"  # noqa: S105 - a status, not a credential
-    UNPROVEN = "unproven"
     DUPLICATE_ID = "duplicate_id"
     UNREACHABLE = "unreachable"
     STALE = "stale"

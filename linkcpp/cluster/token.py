@@ -1,13 +1,11 @@
 """The cluster token: the one secret that all machines of a cluster share.
 
 Whoever has it may start engine processes on every node. It lies in a file that only its owner may
-read, and a host sees it only after it has proved that it has it too (``health_proof``).
+read, and it never leaves the machine over a network: links prove it (``linkcpp.link.handshake``).
 ``docs/security.md`` says what this protects and what it does not.
 """
 
-import hashlib
 import hmac
-import ipaddress
 import os
 import re
 import secrets
@@ -25,10 +23,8 @@ _MODE = 0o600
 _OPEN_TO_OTHERS = 0o077
 _MAX_FILE_BYTES = 4096
 # The characters of a Bearer token (RFC 6750, section 2.1). 43 of base64 carry 256 bits; a shorter
-# token could be guessed offline, since anybody may ask an agent for proofs.
+# token could be guessed offline, from a handshake that somebody recorded.
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{43,512}")
-_CHALLENGE = re.compile(r"[A-Za-z0-9_-]{16,128}")
-_PROOF_CONTEXT = b"linkcpp-health-v1"
 
 
 def token_path() -> Path:
@@ -142,55 +138,3 @@ def store_token(text: str, *, replace: bool = False) -> bool:
 def tokens_equal(left: str, right: str) -> bool:
     """Compare two tokens in a time that does not tell where they differ."""
     return hmac.compare_digest(left.encode("utf-8", "replace"), right.encode("utf-8", "replace"))
-
-
-def make_challenge() -> str:
-    """Return 256 fresh random bits that a host must answer with a proof."""
-    return secrets.token_urlsafe(32)
-
-
-def is_challenge(text: str) -> bool:
-    """Tell whether the text is what a client may send as a challenge."""
-    return _CHALLENGE.fullmatch(text) is not None
-
-
-def canonical_address(host: str, port: int) -> str:
-    """Write a socket's end the same way on both sides: ``10.0.0.5:8716``, ``[fe80::1]:8716``.
-
-    An IPv6 zone names an interface of one machine and means nothing on the other, so it is left
-    out; an IPv4 address that a dual-stack socket shows as ``::ffff:10.0.0.5`` is written as IPv4.
-    """
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return f"{host.lower()}:{port}"
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is None:
-            return f"[{address.compressed}]:{port}"
-        address = address.ipv4_mapped
-    return f"{address}:{port}"
-
-
-def health_proof(token: str, *, challenge: str, node_id: str, address: str) -> str:
-    """Prove knowledge of the token without showing it: HMAC-SHA256 as 64 hex digits.
-
-    The message is a context string and the three values, each with its length before it, so that
-    no two different triples give one message. ``address`` is that of the agent's own end of the
-    connection (``canonical_address``).
-    """
-    parts = (
-        _PROOF_CONTEXT,
-        challenge.encode("utf-8", "replace"),
-        node_id.encode("utf-8", "replace"),
-        address.encode("utf-8", "replace"),
-    )
-    message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-    return hmac.new(token.encode("utf-8", "replace"), message, hashlib.sha256).hexdigest()
-
-
-def verify_health_proof(
-    token: str, proof: str, *, challenge: str, node_id: str, address: str
-) -> bool:
-    """Check a proof in constant time."""
-    expected = health_proof(token, challenge=challenge, node_id=node_id, address=address)
-    return hmac.compare_digest(expected.encode(), proof.encode("utf-8", "replace"))

@@ -100,6 +100,10 @@ class RemoteService(Generic[_E]):
             ) from error
 
 
+class AnswerTooLongError(httpx.RemoteProtocolError):
+    """An answer has more bytes than any that is wanted."""
+
+
 async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes:
     """Read a whole answer that was begun as a stream.
 
@@ -110,5 +114,5 @@ async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes:
     async for piece in response.aiter_raw():
         body += piece
         if len(body) > max_bytes:
-            raise httpx.RemoteProtocolError("the answer is too long")
+            raise AnswerTooLongError("the answer is too long")
     return bytes(body)

@@ -7,10 +7,10 @@ has the most go, so that those who have a token find room (``linkcpp.common.evic
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
 import h11
@@ -194,6 +194,11 @@ def _drop_one(among: set[BoundedHttpProtocol], limits: ConnectionLimits) -> bool
 class BoundedServer(uvicorn.Server):
     """uvicorn that leaves the signals to its owner, who has more to stop than connections."""
 
+    def new_protocol(self, state: Mapping[str, Any]) -> asyncio.Protocol:
+        """Make what speaks HTTP on a connection from elsewhere; ``state`` is its requests'."""
+        http = cast("type[H11Protocol]", self.config.http_protocol_class)
+        return http(config=self.config, server_state=self.server_state, app_state=dict(state))
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Install no handlers."""
@@ -212,7 +217,7 @@ def make_server(
     max_head_bytes: int = MAX_HEAD_BYTES,
     idle_seconds: int = IDLE_SECONDS,
     max_message_bytes: int = 0,
-    ping_interval_seconds: float = 30.0,
+    ping_interval_seconds: float | None = 30.0,
     ping_timeout_seconds: float = 30.0,
 ) -> BoundedServer:
     """Configure the server; ``serve(sockets=…)`` runs it until ``should_exit``.

@@ -25,11 +25,11 @@ from linkcpp.launch.events import (
     ChatPageSeen,
     EngineStarted,
     EngineStopped,
+    ForwardOpened,
     Logged,
     NodeFound,
     PhaseEntered,
     ServerSeen,
-    TunnelOpened,
 )
 from linkcpp.launch.failing import BrokenError, NeverError, StepRefusedError
 from linkcpp.launch.finding import FoundNode, find_nodes
@@ -42,13 +42,13 @@ from linkcpp.launch.watch import (
     PROGRESS_SECONDS,
     RENEW_SECONDS,
     watch_engine,
+    watch_link,
     watch_server,
     watch_traffic,
-    watch_tunnel,
 )
+from linkcpp.link.forward import Forward
 from linkcpp.node.client import NodeError, NodeUnreachableError
-from linkcpp.node.records import ServerRequest
-from linkcpp.node.tunnel import Tunnel
+from linkcpp.node.records import ServerRequest, server_target
 from linkcpp.planning.arguments import server_arguments
 from linkcpp.planning.records import Plan, Stage
 
@@ -140,7 +140,7 @@ class Attempt:
             Step.CHECK_ENGINE: self._check_engine,
             Step.FIND_NODES: self._find_nodes,
             Step.START_SERVERS: self._start_servers,
-            Step.OPEN_TUNNELS: self._open_tunnels,
+            Step.OPEN_FORWARDS: self._open_forwards,
             Step.START_ENGINE: self._start_engine,
             Step.AWAIT_ENGINE: self._await_engine,
             Step.PROVE_SPLIT: self._prove_split,
@@ -218,29 +218,23 @@ class Attempt:
         # While the model is loading, the node's counts are the progress that people see.
         return RENEW_SECONDS if self.has_served else PROGRESS_SECONDS
 
-    async def _open_tunnels(self, observed: Observed) -> Observed:
+    async def _open_forwards(self, observed: Observed) -> Observed:
         for index, (node, server) in self._resources.servers.items():
-            try:
-                tunnel = await Tunnel.open(node.client, server.server_id)
-            except NodeError as error:
-                raise BrokenError(
-                    f"the link to {node.record.name} cannot be made ({error.message})",
-                    hint=error.hint,
-                    nodes=frozenset({node.record.node_id}),
-                ) from error
-            self._resources.tunnels[index] = tunnel
-            self._journal.emit(TunnelOpened(index, tunnel.endpoint))
-            self._watch(watch_tunnel(tunnel, node))
+            link = node.client.link
+            forward = await Forward.open(link, server_target(server.server_id))
+            self._resources.forwards[index] = forward
+            self._journal.emit(ForwardOpened(index, forward.endpoint))
+            self._watch(watch_link(link, forward, node))
         self._watch(
             watch_traffic(
-                self._resources.tunnels, self._journal.emit, interval=self._interval_seconds
+                self._resources.forwards, self._journal.emit, interval=self._interval_seconds
             )
         )
-        return replace(observed, tunnelled_stages=frozenset(self._resources.tunnels))
+        return replace(observed, forwarded_stages=frozenset(self._resources.forwards))
 
     async def _start_engine(self, observed: Observed) -> Observed:
         self._journal.emit(PhaseEntered(Phase.LOADING))
-        endpoints = {index: tunnel.endpoint for index, tunnel in self._resources.tunnels.items()}
+        endpoints = {index: forward.endpoint for index, forward in self._resources.forwards.items()}
         await self._run_engine(server_arguments(self._plan, endpoints))
         return replace(observed, engine_runs=True)
 
@@ -325,8 +319,8 @@ class Attempt:
         lost = frozenset(node for node in answers if node)
         links = {
             self._plan.stages[index].node_id
-            for index, tunnel in self._resources.tunnels.items()
-            if tunnel.lost_reason
+            for index, (node, _) in self._resources.servers.items()
+            if not node.client.link.is_up
         }
         names = remote_nodes(self._plan)
         gone = " and ".join(sorted(names[node] for node in lost))

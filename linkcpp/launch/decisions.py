@@ -34,7 +34,7 @@ class Step(StrEnum):
     START_WORKERS = "start_workers"
     FIND_NODES = "find_nodes"
     START_SERVERS = "start_servers"
-    OPEN_TUNNELS = "open_tunnels"
+    OPEN_FORWARDS = "open_forwards"
     START_ENGINE = "start_engine"
     AWAIT_ENGINE = "await_engine"
     PROVE_SPLIT = "prove_split"
@@ -53,7 +53,7 @@ class Observed:
     engine_is_right: bool = False
     found_nodes: frozenset[NodeId] = frozenset()
     served_stages: frozenset[int] = frozenset()
-    tunnelled_stages: frozenset[int] = frozenset()
+    forwarded_stages: frozenset[int] = frozenset()
     engine_runs: bool = False
     engine_is_healthy: bool = False
     split_is_proved: bool = False
@@ -82,8 +82,8 @@ def next_step(plan: Plan, observed: Observed) -> Step:  # noqa: PLR0911 - one re
         return Step.FIND_NODES
     if not observed.served_stages >= stages:
         return Step.START_SERVERS
-    if not observed.tunnelled_stages >= stages:
-        return Step.OPEN_TUNNELS
+    if not observed.forwarded_stages >= stages:
+        return Step.OPEN_FORWARDS
     if not observed.engine_runs:
         return Step.START_ENGINE
     if not observed.engine_is_healthy:

@@ -62,7 +62,7 @@ class ServerSeen:
 
 
 @dataclass(frozen=True)
-class TunnelOpened:
+class ForwardOpened:
     """The rpc-server of a stage can be reached at a loopback endpoint."""
 
     stage: int
@@ -119,7 +119,7 @@ Event = (
     | PlanAdopted
     | NodeFound
     | ServerSeen
-    | TunnelOpened
+    | ForwardOpened
     | BytesCarried
     | SupervisorStarted
     | EngineStarted
@@ -189,7 +189,7 @@ def _changes(state: DeploymentState, event: Event, now: float) -> dict[str, Any]
                 "resident_bytes": server.resident_bytes,
             }
             return {"stages": _with(state.stages, [stage], seen)}
-        case TunnelOpened(stage, endpoint):
+        case ForwardOpened(stage, endpoint):
             return {"stages": _with(state.stages, [stage], {"endpoint": endpoint})}
         case BytesCarried(stage, total_bytes):
             return {"stages": _with(state.stages, [stage], {"carried_bytes": total_bytes})}

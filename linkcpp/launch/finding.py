@@ -13,7 +13,7 @@ from linkcpp.node.client import NodeClient, NodeError, OtherNodeError, WrongToke
 from linkcpp.node.connector import NodeConnector
 from linkcpp.planning.records import Plan
 from linkcpp.registry.edges import NODE_REVOKED
-from linkcpp.registry.hub_discovery import parse_hub_node_url
+from linkcpp.registry.hub_location import parse_hub_node_url
 
 # A busy node may take its time, a dead one must not hold everybody up.
 CALL_SECONDS = 5.0

@@ -11,8 +11,8 @@ from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
 from linkcpp.launch.finding import FoundNode
 from linkcpp.launch.llamaserver import LlamaServer
+from linkcpp.link.forward import Forward
 from linkcpp.node.records import ServerRecord
-from linkcpp.node.tunnel import Tunnel
 
 log = logging.getLogger("linkcpp.launch")
 
@@ -26,7 +26,7 @@ class Resources:
 
     nodes: dict[NodeId, FoundNode] = field(default_factory=dict)
     servers: dict[int, tuple[FoundNode, ServerRecord]] = field(default_factory=dict)
-    tunnels: dict[int, Tunnel] = field(default_factory=dict)
+    forwards: dict[int, Forward] = field(default_factory=dict)
     llama_server: LlamaServer | None = None
 
     async def give_back(self) -> None:
@@ -34,10 +34,10 @@ class Resources:
         if self.llama_server is not None:
             await self.llama_server.stop()
             self.llama_server = None
-        await _all(tunnel.aclose() for tunnel in self.tunnels.values())
+        await _all(forward.aclose() for forward in self.forwards.values())
         await _all(node.client.delete(server.server_id) for node, server in self.servers.values())
         await _all(node.client.aclose() for node in self.nodes.values())
-        self.tunnels.clear()
+        self.forwards.clear()
         self.servers.clear()
         self.nodes.clear()
 

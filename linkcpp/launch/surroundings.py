@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 from linkcpp.cluster.config import load_config
-from linkcpp.cluster.discovery import DISCOVER_SECONDS, mdns_source
 from linkcpp.cluster.findings import compare_engines
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.records import Cluster, NodeId, NodeRecord
@@ -23,10 +22,11 @@ from linkcpp.launch.records import LaunchRequest
 from linkcpp.launch.rendering import llama_server_command
 from linkcpp.model.records import ModelInventory
 from linkcpp.node.connector import NodeConnector
+from linkcpp.node.discovery import DISCOVER_SECONDS, mdns_source
+from linkcpp.node.hub_discovery import find_everywhere
 from linkcpp.planning.documents import check_plan_model
 from linkcpp.planning.offers import is_usable
 from linkcpp.planning.records import Plan, PlanMode
-from linkcpp.registry.hub_discovery import find_everywhere
 from linkcpp.registry.hub_location import parse_hub_location
 from linkcpp.registry.model_lookup import read_inventory_anywhere
 

@@ -2,31 +2,31 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from linkcpp.launch.events import BytesCarried, Event, NodeFound, ServerSeen
 from linkcpp.launch.failing import BrokenError
 from linkcpp.launch.finding import FoundNode
 from linkcpp.launch.llamaserver import LlamaServer
+from linkcpp.link.endpoint import LinkEndpoint
+from linkcpp.link.forward import Forward
 from linkcpp.node.client import NodeError, NodeRefusedError
 from linkcpp.node.records import ServerId, ServerState
-from linkcpp.node.tunnel import Tunnel
 
 RENEW_SECONDS = 5.0
 PROGRESS_SECONDS = 0.5
-# With a pause and a deadline each, a node is given up after about the time that its lease runs.
-SILENCES_FORGIVEN = 1
 
 Emit = Callable[[Event], None]
 
 
-async def watch_tunnel(tunnel: Tunnel, node: FoundNode) -> None:
-    """Wait until a stage's link breaks.
+async def watch_link(link: LinkEndpoint, forward: Forward, node: FoundNode) -> None:
+    """Wait until a stage's rpc-server ends, or its connections do with the agent or the link.
 
     Raises:
-        BrokenError: it broke.
+        BrokenError: it did.
     """
-    reason = await tunnel.wait_lost()
+    reason = await first_result(forward.wait_refused(), link.wait_session_lost())
     raise BrokenError(
         f"the rpc-server on {node.record.name} was lost: {reason}",
         nodes=frozenset({node.record.node_id}),
@@ -39,9 +39,8 @@ async def watch_server(
     """Renew a server's lease for ever, and tell what the node says of the server.
 
     Raises:
-        BrokenError: the node stays silent, or the server is gone.
+        BrokenError: the server is gone.
     """
-    silences = 0
     name, nodes = node.record.name, frozenset({node.record.node_id})
     while True:
         await asyncio.sleep(interval())
@@ -51,11 +50,8 @@ async def watch_server(
         except NodeRefusedError as error:
             raise BrokenError(f"{name} lost its rpc-server: {error.message}", nodes=nodes) from None
         except NodeError:
-            silences += 1
-            if silences > SILENCES_FORGIVEN:
-                raise BrokenError(f"{name} does not answer any more", nodes=nodes) from None
+            # The link tells when the node is gone (``watch_link``); until then it may come back.
             continue
-        silences = 0
         if server.state in (ServerState.FAILED, ServerState.STOPPED):
             detail = server.detail or server.state.value
             raise BrokenError(f"the rpc-server on {name} ended: {detail}", nodes=nodes)
@@ -65,12 +61,12 @@ async def watch_server(
 
 
 async def watch_traffic(
-    tunnels: dict[int, Tunnel], emit: Emit, *, interval: Callable[[], float]
+    forwards: dict[int, Forward], emit: Emit, *, interval: Callable[[], float]
 ) -> None:
-    """Tell for ever what the tunnels carried."""
+    """Tell for ever what went to the stages and came from them."""
     while True:
-        for stage, tunnel in tunnels.items():
-            emit(BytesCarried(stage, tunnel.sent_bytes + tunnel.received_bytes))
+        for stage, forward in forwards.items():
+            emit(BytesCarried(stage, forward.sent_bytes + forward.received_bytes))
         await asyncio.sleep(interval())
 
 
@@ -81,3 +77,15 @@ async def watch_engine(server: LlamaServer) -> None:
         BrokenError: it ended.
     """
     raise BrokenError(await server.wait_for_end())
+
+
+async def first_result(*ways: Coroutine[Any, Any, str]) -> str:
+    """Return what comes first, and give the others up."""
+    tasks = [asyncio.create_task(way) for way in ways]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

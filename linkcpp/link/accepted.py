@@ -1,24 +1,24 @@
-"""One edge at the node's end: its session, the paths that come and go, and its place at a relay."""
+"""One link at the end that was dialled: its session, its paths, and its place at a relay."""
 
 import asyncio
 import contextlib
 import os
 import random
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from linkcpp.link.channel import SecureChannel
-from linkcpp.link.core import EPOCH_BYTES, EdgeCore, Resume
+from linkcpp.link.core import EPOCH_BYTES, LinkCore, Resume
 from linkcpp.link.dialing import dial_paired
-from linkcpp.link.handshake import EdgeKeys, respond
-from linkcpp.link.pump import Connect, StreamPump
-from linkcpp.link.records import EdgeLimits, EdgeTimes
+from linkcpp.link.handshake import Agreed, Introduction, Machine, respond
+from linkcpp.link.pump import Serve, StreamPump
+from linkcpp.link.records import LinkLimits, LinkTimes
 from linkcpp.link.session import SessionError
 from linkcpp.link.transport import Transport, TransportLostError
 from linkcpp.registry.edges import EdgeOffer
-from linkcpp.registry.relay import PAIRING_SECONDS, Hello, RelayCloseCode
+from linkcpp.registry.relay import PAIRING_SECONDS, Hello, RelayCloseCode, encode_hello
 
 # The path in use, one that may replace it, and one that is not known to be dead yet.
 _MAX_CHANNELS = 3
@@ -28,37 +28,32 @@ _ALIVE_SECONDS = 2.0
 _SILENT_TIMES = 3.0
 
 
-class AgentTokens(Protocol):
-    """The bearer tokens of edges that the agent takes."""
+class AcceptedLink:
+    """One link, from its introduction until it is closed or nobody came for a while.
 
-    def add(self, token: str) -> None:
-        """Take a token from now on."""
-        ...
-
-    def discard(self, token: str) -> None:
-        """Take it no more."""
-        ...
-
-
-class AcceptedEdge:
-    """One edge, from its first offer until it is closed or nobody came for a while."""
+    ``key`` is the peer's static key, by which it is known again; ``None`` before it was met. Links
+    that a hub introduced have an ``offer``: then this end waits at the relay that it names.
+    """
 
     def __init__(
         self,
-        offer: EdgeOffer,
-        keys: EdgeKeys,
+        introduction: Introduction,
+        machine: Machine,
+        key: bytes | None,
         *,
-        connect: Connect,
-        tokens: AgentTokens,
-        limits: EdgeLimits,
-        times: EdgeTimes,
+        serve: Serve,
+        on_goodbye: Callable[[], None],
+        limits: LinkLimits,
+        times: LinkTimes,
+        offer: EdgeOffer | None = None,
     ) -> None:
+        self.introduction = introduction
+        self.machine = machine
+        self.key = key
         self.offer = offer
-        self.keys = keys
         self.idle_since = monotonic()
-        self._token = keys.agent_token()
-        self._connect = connect
-        self._tokens = tokens
+        self._serve = serve
+        self._on_goodbye = on_goodbye
         self._limits = limits
         self._times = times
         self._next_epoch = os.urandom(EPOCH_BYTES)
@@ -68,6 +63,14 @@ class AcceptedEdge:
         self._wanted = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        self._was_left = False
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether it had no path for as long as one may be away."""
+        times = self._times
+        most_seconds = times.left if self._was_left else times.forgotten
+        return monotonic() - self.idle_since > most_seconds
 
     @property
     def path(self) -> str | None:
@@ -76,7 +79,7 @@ class AcceptedEdge:
 
     @property
     def traffic_bytes(self) -> tuple[int, int]:
-        """Bytes of the session's connections sent and received."""
+        """Bytes of the session's streams sent and received."""
         pump = self._pump
         return (pump.sent_bytes, pump.received_bytes) if pump else (0, 0)
 
@@ -98,10 +101,15 @@ class AcceptedEdge:
         """Use a transport, whose other side is there, until it ends.
 
         Raises:
-            TransportLostError: who is there is not the coordinator.
+            TransportLostError: who is there is not the peer.
         """
-        agreed = await respond(transport, self.keys, self._answer)
-        channel = SecureChannel(transport, agreed, path=path, on_attach=self._attach)
+        await self.use(transport, await respond(transport, self.introduction, self.answer), path)
+
+    async def use(self, transport: Transport, agreed: Agreed, path: str) -> None:
+        """Use a transport over which hands were shaken, until it ends."""
+        channel = SecureChannel(
+            transport, agreed, path=path, on_attach=self._attach, on_goodbye=self._on_goodbye
+        )
         self._channels.append(channel)
         for older in [known for known in self._channels if known is not self._active][
             :-_MAX_CHANNELS
@@ -110,17 +118,17 @@ class AcceptedEdge:
         try:
             while channel.is_open:
                 await asyncio.wait({channel.ended}, timeout=self._times.dead)
+                self._was_left = not channel.is_open
                 if monotonic() - channel.heard_at > _SILENT_TIMES * self._times.dead:
-                    await channel.close(1000, "nothing came from the coordinator")
+                    await channel.close(1000, "nothing came from the other side")
         finally:
             self._channels.remove(channel)
             self._left(channel)
             await channel.close()
 
     async def aclose(self, code: int, reason: str) -> None:
-        """End the session and all paths; the agent takes the edge's token no more."""
+        """End the session and all paths."""
         self._is_closed = True
-        self._tokens.discard(self._token)
         for task in self._dials.values():
             task.cancel()
         for channel in list(self._channels):
@@ -133,8 +141,8 @@ class AcceptedEdge:
     def _active(self) -> SecureChannel | None:
         return self._pump.channel if self._pump is not None else None
 
-    def _answer(self, peer: Resume) -> Resume:
-        """Say whether the session that the coordinator has can go on."""
+    def answer(self, peer: Resume) -> Resume:
+        """Say whether the session that the peer has can go on."""
         core = self._pump.core if self._pump is not None else None
         if core is not None and (core.peer_epoch, core.epoch) == (peer.epoch, peer.peer_epoch):
             return core.resume
@@ -156,16 +164,15 @@ class AcceptedEdge:
             raise SessionError("the session is over that this path was opened for")
         older = pump.carried_by(channel, wanted)
         channel.carry(pump)
-        self._tokens.add(self._token)
         if older is not None:
             self._spawn(older.close(1000, "another path carries the session"))
 
     def _begin(self, peer_epoch: bytes) -> None:
         self._end_session()
-        core = EdgeCore(
+        core = LinkCore(
             epoch=self._next_epoch, peer_epoch=peer_epoch, opens=False, limits=self._limits
         )
-        self._pump = StreamPump(core, connect=self._connect)
+        self._pump = StreamPump(core, serve=self._serve)
         self._next_epoch = os.urandom(EPOCH_BYTES)
 
     def _end_session(self) -> None:
@@ -183,7 +190,7 @@ class AcceptedEdge:
         self.idle_since = monotonic()
         if pump.is_broken:
             self._end_session()
-        url = self.offer.relay_url
+        url = self.offer.relay_url if self.offer else None
         if url is not None and url not in self._dials and not self._is_closed:
             self._dial(url)
 
@@ -199,10 +206,10 @@ class AcceptedEdge:
     async def _stay_at_relay(self, url: str) -> None:
         """Wait at a relay for the coordinator, again and again while there is no other path."""
         pause_seconds = self._times.first_pause
-        while self.offer.relay_url == url and self.offer.expires_at > time.time():
+        while (offer := self.offer) and offer.relay_url == url and offer.expires_at > time.time():
             began = monotonic()
             self._wanted.clear()
-            has_met = await self._meet_at_relay(url)
+            has_met = await self._meet_at_relay(url, offer)
             if self._active is not None:
                 return
             if has_met or monotonic() - began > self._times.longest_pause:
@@ -213,13 +220,12 @@ class AcceptedEdge:
                     await self._wanted.wait()
             pause_seconds = min(2 * pause_seconds, self._times.longest_pause)
 
-    async def _meet_at_relay(self, url: str) -> bool:
+    async def _meet_at_relay(self, url: str, offer: EdgeOffer) -> bool:
         """Be at a relay once, as long as that lasts; returns whether the coordinator came."""
-        offer = self.offer
         try:
             transport = await dial_paired(
                 url,
-                Hello(offer.role, offer.edge_id, offer.ticket),
+                encode_hello(Hello(offer.role, offer.edge_id, offer.ticket)),
                 dial_seconds=self._times.dial,
                 pairing_seconds=PAIRING_SECONDS + self._times.dial,
             )

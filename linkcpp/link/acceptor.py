@@ -1,20 +1,28 @@
-"""The node's end of all its edges: offers of the hub come in, coordinators get to the agent."""
+"""The end of links that is dialled: other machines get to what this one serves."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable
-from time import monotonic
+from typing import NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
 from linkcpp.common.text import printable
-from linkcpp.link.accepted import AcceptedEdge, AgentTokens
-from linkcpp.link.handshake import EdgeKeys, parse_edge_key
-from linkcpp.link.pump import open_loopback
-from linkcpp.link.records import EdgeLimits, EdgeTimes
+from linkcpp.link.accepted import AcceptedLink
+from linkcpp.link.handlers import StreamHandler, StreamPort
+from linkcpp.link.handshake import (
+    Agreed,
+    ClusterMember,
+    Introduction,
+    KnownPeer,
+    Machine,
+    parse_link_key,
+    respond,
+)
+from linkcpp.link.records import LinkLimits, LinkTimes
 from linkcpp.link.supply import Pin
 from linkcpp.link.transport import Transport, TransportLostError
 from linkcpp.registry.credentials import pin_peer
@@ -24,11 +32,12 @@ from linkcpp.registry.relay import (
     PAIRED,
     Hello,
     RelayCloseCode,
+    decode_cluster_hello,
     decode_hello,
 )
 from linkcpp.registry.tickets import HubKey, TicketError, verify_edge_ticket
 
-MAX_EDGES = 32
+MAX_LINKS = 64
 
 MAX_STRANGERS = 128
 # A coordinator may dial before the hub's offer has come to the node.
@@ -39,9 +48,9 @@ _log = logging.getLogger(__name__)
 
 
 class AcceptedStatus(Record):
-    """One edge at the node; ``path`` is ``None`` while no path carries it."""
+    """One link at the end that was dialled; ``path`` is ``None`` while no path carries it."""
 
-    edge_id: str
+    link_id: str
     peer_node_id: str
     peer_name: str
     path: str | None
@@ -49,129 +58,191 @@ class AcceptedStatus(Record):
     received_bytes: int
 
 
-class EdgeAcceptor:
-    """Takes part in edges to this node, whose agent listens at ``agent_address`` (host, port).
+class LinkUser(NamedTuple):
+    """Who opened a stream, and over which link."""
 
-    ``hub`` verifies the tickets of coordinators that dial directly. A token for the agent is in
-    ``tokens`` while its edge lives.
+    link_id: str
+    machine: Machine
+
+
+# Says what stands behind a target for a user; raises StreamRefusedError.
+ServeUser = Callable[[LinkUser, str, StreamPort], StreamHandler]
+
+
+class HubIntroduction(NamedTuple):
+    """Whose tickets introduce coordinators, and what time it is for them."""
+
+    hub: HubKey
+    clock: Callable[[], float] = time.time
+
+
+class LinkAcceptor:
+    """Takes part in links to this machine; ``serve`` says what their streams lead to.
+
+    Whoever dials is introduced by the cluster's secret (``psk``, ``None`` where this machine has no
+    cluster) or by a ticket of ``hub``, which is set while this machine has joined one.
     """
 
     def __init__(
         self,
         *,
         own_key: X25519PrivateKey,
-        own_node_id: str,
-        hub: HubKey,
-        agent_address: tuple[str, int],
-        tokens: AgentTokens,
+        own: Machine,
+        serve: ServeUser,
+        psk: bytes | None = None,
+        hub: HubIntroduction | None = None,
         pin: Pin = pin_peer,
-        limits: EdgeLimits | None = None,
-        times: EdgeTimes | None = None,
-        clock: Callable[[], float] = time.time,
+        limits: LinkLimits | None = None,
+        times: LinkTimes | None = None,
     ) -> None:
+        self.hub = hub
         self._own_key = own_key
-        self._own_node_id = own_node_id
-        self._hub = hub
-        self._agent_address = agent_address
-        self._tokens = tokens
+        self._own = own
+        self._serve = serve
+        self._psk = psk
         self._pin = pin
-        self._limits = limits or EdgeLimits()
-        self._times = times or EdgeTimes()
-        self._clock = clock
-        self._edges: dict[str, AcceptedEdge] = {}
+        self._limits = limits or LinkLimits()
+        self._times = times or LinkTimes()
+        self._links: dict[str, AcceptedLink] = {}
+        # Links whose first handshake is going on.
+        self._met: dict[str, AcceptedLink] = {}
         self._offered = asyncio.Condition()
-        # Those who have shown no ticket, in the order in which they came.
+        # Those who have not proved anything yet, in the order in which they came.
         self._strangers: dict[Transport, None] = {}
+        self._endings: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._sweeping = asyncio.create_task(self._sweep())
 
     @property
     def edge_ids(self) -> tuple[str, ...]:
-        """All edges that this node takes part in."""
-        return tuple(self._edges)
+        """All links that a hub introduced."""
+        return tuple(link_id for link_id, link in self._links.items() if link.offer is not None)
 
     def status(self) -> tuple[AcceptedStatus, ...]:
-        """Tell what every edge does now."""
+        """Tell what every link does now."""
         return tuple(
             AcceptedStatus(
-                edge_id=edge_id,
-                peer_node_id=edge.offer.peer_node_id,
-                peer_name=printable(edge.offer.peer_name, 64),
-                path=edge.path,
-                sent_bytes=edge.traffic_bytes[0],
-                received_bytes=edge.traffic_bytes[1],
+                link_id=link_id,
+                peer_node_id=printable(link.machine.node_id, 64),
+                peer_name=printable(link.machine.name, 64),
+                path=link.path,
+                sent_bytes=link.traffic_bytes[0],
+                received_bytes=link.traffic_bytes[1],
             )
-            for edge_id, edge in self._edges.items()
+            for link_id, link in self._links.items()
         )
 
     async def offer(self, offer: EdgeOffer) -> None:
-        """Take part in an edge, or take another way for one; the same offer twice is one.
+        """Take part in a link that the hub introduces, or take another way for one.
+
+        The same offer twice is one.
 
         Raises:
-            LinkcppError: the coordinator is not the one it was, or there are too many edges.
+            LinkcppError: the coordinator is not the one it was, or there are too many links.
         """
-        keys = self._keys_of(offer)
+        known_peer = self._known_peer(offer)
         async with self._offered:
             if self._is_closed:
                 raise LinkcppError("This node's agent stops.")
-            known = self._edges.get(offer.edge_id)
+            known = self._links.get(offer.edge_id)
             if known is None:
-                known = self._edges[offer.edge_id] = await self._new_edge(offer, keys)
-            elif known.keys.backbone_id != keys.backbone_id:
+                await self._make_room()
+                known = self._add(
+                    known_peer, known_peer.peer, known_peer.peer_key.public_bytes_raw(), offer
+                )
+            elif known.machine.node_id != offer.peer_node_id:
                 raise LinkcppError("The hub offers an edge of another coordinator than before.")
-            elif known.offer.ticket == offer.ticket:
+            elif known.offer is not None and known.offer.ticket == offer.ticket:
                 return
             known.renew(offer)
             self._offered.notify_all()
 
-    async def close_edge(self, edge_id: str, reason: str = "the edge was closed") -> None:
-        """End an edge at once; fine when there is none."""
-        edge = self._edges.pop(edge_id, None)
-        if edge is not None:
-            await edge.aclose(RelayCloseCode.REVOKED, reason)
-
-    async def close_all(self, reason: str) -> None:
-        """End all edges at once."""
-        await asyncio.gather(*(self.close_edge(edge_id, reason) for edge_id in self.edge_ids))
+    async def close_link(self, link_id: str, reason: str = "the link was closed") -> None:
+        """End a link at once; fine when there is none."""
+        link = self._links.pop(link_id, None)
+        if link is not None:
+            await link.aclose(RelayCloseCode.REVOKED, reason)
 
     async def aclose(self) -> None:
-        """End all edges; no offer is taken afterwards."""
+        """End all links; nobody is let in afterwards."""
         self._is_closed = True
         self._sweeping.cancel()
         await asyncio.gather(self._sweeping, return_exceptions=True)
-        await self.close_all("the node's agent stops")
+        reason = "the node's agent stops"
+        await asyncio.gather(*(self.close_link(link_id, reason) for link_id in list(self._links)))
+        await asyncio.gather(*self._endings, return_exceptions=True)
 
     async def accept_direct(self, transport: Transport) -> None:
-        """Serve a coordinator that dialled this machine itself, until it leaves."""
+        """Serve whoever dialled this machine itself, until it leaves."""
         try:
-            edge = await self._admit(transport)
-            await transport.send(PAIRED)
-            await edge.serve(transport, "direct")
+            await self._accept(transport)
         except _RefusedError as error:
             await transport.close(error.code, str(error))
         except TransportLostError as error:
             _log.info("a direct path ended: %s", error.reason)
 
-    async def _admit(self, transport: Transport) -> AcceptedEdge:
+    async def _accept(self, transport: Transport) -> None:
         if len(self._strangers) >= MAX_STRANGERS:
-            # The newcomer may have a ticket; who said nothing for longest has least to say.
+            # The newcomer may be introduced; who said nothing for longest has least to say.
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             await oldest.close(RelayCloseCode.FULL, "newer ones take its place")
         self._strangers[transport] = None
         try:
-            hello = await self._read_hello(transport)
+            message = await self._first_message(transport)
+            link_id = decode_cluster_hello(message)
+            if link_id is not None:
+                link, agreed = await self._meet_member(transport, link_id)
+            else:
+                hello = self._read_hello(message)
+                link = await self._link_of(hello.edge_id)
+                await transport.send(PAIRED)
+                agreed = await respond(transport, link.introduction, link.answer)
         finally:
             self._strangers.pop(transport, None)
-        return await self._edge_of(hello.edge_id)
+        await link.use(transport, agreed, "direct")
 
-    async def _read_hello(self, transport: Transport) -> Hello:
+    async def _first_message(self, transport: Transport) -> bytes:
         try:
             async with asyncio.timeout(HELLO_DEADLINE_SECONDS):
-                hello = decode_hello(await transport.receive())
-            claims = verify_edge_ticket(self._hub, hello.ticket, now=self._clock())
+                return await transport.receive()
         except TimeoutError:
             raise _RefusedError(RelayCloseCode.HELLO_TIMEOUT, "no hello came") from None
+
+    async def _meet_member(self, transport: Transport, link_id: str) -> tuple[AcceptedLink, Agreed]:
+        if self._psk is None:
+            raise _RefusedError(RelayCloseCode.UNAUTHORIZED, "this node is not in a cluster")
+        member = ClusterMember(self._own_key, self._psk, link_id, self._own)
+        # Paths that are opened at the same time speak of the same session.
+        link = self._links.get(link_id) or self._met.get(link_id) or self._make(member, self._own)
+        self._met[link_id] = link
+        try:
+            await transport.send(PAIRED)
+            agreed = await respond(transport, member, link.answer)
+        except BaseException:
+            # Nothing is kept of whoever did not prove that it has the token.
+            self._met.pop(link_id, None)
+            raise
+        self._met.pop(link_id, None)
+        key = agreed.peer_key.public_bytes_raw()
+        if link.key not in (None, key):
+            raise _RefusedError(RelayCloseCode.UNAUTHORIZED, "this link is another machine's")
+        link.machine, link.key = agreed.machine, key
+        if link_id not in self._links:
+            try:
+                await self._make_room()
+            except LinkcppError as error:
+                raise _RefusedError(RelayCloseCode.FULL, error.message) from None
+        if self._is_closed or self._links.setdefault(link_id, link) is not link:
+            raise _RefusedError(RelayCloseCode.REPLACED, "another path came first")
+        return link, agreed
+
+    def _read_hello(self, message: bytes) -> Hello:
+        if self.hub is None:
+            raise _RefusedError(RelayCloseCode.UNAUTHORIZED, "this node did not join a hub")
+        try:
+            hello = decode_hello(message)
+            claims = verify_edge_ticket(self.hub.hub, hello.ticket, now=self.hub.clock())
         except ValueError as error:
             raise _RefusedError(RelayCloseCode.MALFORMED, str(error)) from None
         except TicketError as error:
@@ -183,54 +254,79 @@ class EdgeAcceptor:
             )
         return hello
 
-    async def _edge_of(self, edge_id: str) -> AcceptedEdge:
+    async def _link_of(self, edge_id: str) -> AcceptedLink:
         try:
             async with asyncio.timeout(_OFFER_SECONDS), self._offered:
-                await self._offered.wait_for(lambda: edge_id in self._edges)
+                await self._offered.wait_for(lambda: edge_id in self._links)
         except TimeoutError:
             raise _RefusedError(
                 RelayCloseCode.NO_PEER, "the hub has not told this node of the edge"
             ) from None
-        return self._edges[edge_id]
+        return self._links[edge_id]
 
-    def _keys_of(self, offer: EdgeOffer) -> EdgeKeys:
-        if offer.role is not EdgeRole.NODE or offer.hub_id != self._hub.hub_id:
-            raise LinkcppError("That is no offer for this node of its hub.")
+    def _known_peer(self, offer: EdgeOffer) -> KnownPeer:
+        if self.hub is None or offer.role is not EdgeRole.NODE:
+            raise LinkcppError("That is not an offer for this node.")
+        if offer.hub_id != self.hub.hub.hub_id:
+            raise LinkcppError("That is not an offer of this node's hub.")
         self._pin(offer.hub_id, offer.peer_node_id, offer.peer_public_key)
         try:
-            peer_key = parse_edge_key(offer.peer_public_key)
+            peer_key = parse_link_key(offer.peer_public_key)
         except ValueError:
-            raise LinkcppError("The hub gave a key for a coordinator that is none.") from None
-        return EdgeKeys(
-            self._own_key, peer_key, offer.edge_id, offer.peer_node_id, self._own_node_id
-        )
+            raise LinkcppError("The hub gave an unusable key for a coordinator.") from None
+        peer = Machine(offer.peer_node_id, offer.peer_name)
+        return KnownPeer(self._own_key, peer_key, offer.edge_id, self._own, peer)
 
-    async def _new_edge(self, offer: EdgeOffer, keys: EdgeKeys) -> AcceptedEdge:
-        if len(self._edges) >= MAX_EDGES:
-            idle = [
-                (edge.idle_since, known) for known, edge in self._edges.items() if not edge.path
-            ]
-            if not idle:
-                raise LinkcppError(f"This node has {MAX_EDGES} edges already.")
-            await self.close_edge(min(idle)[1], "newer edges take its place")
-        host, port = self._agent_address
-        return AcceptedEdge(
-            offer,
-            keys,
-            connect=lambda: open_loopback(host, port),
-            tokens=self._tokens,
+    async def _make_room(self) -> None:
+        if len(self._links) < MAX_LINKS:
+            return
+        idle = [(link.idle_since, known) for known, link in self._links.items() if not link.path]
+        if not idle:
+            raise LinkcppError(f"This node has {MAX_LINKS} links already.")
+        await self.close_link(min(idle)[1], "newer links take its place")
+
+    def _add(
+        self, introduction: Introduction, machine: Machine, key: bytes, offer: EdgeOffer
+    ) -> AcceptedLink:
+        link = self._links[introduction.link_id] = self._make(introduction, machine, key, offer)
+        return link
+
+    def _make(
+        self,
+        introduction: Introduction,
+        machine: Machine,
+        key: bytes | None = None,
+        offer: EdgeOffer | None = None,
+    ) -> AcceptedLink:
+        link_id = introduction.link_id
+
+        def serve(target: str, port: StreamPort) -> StreamHandler:
+            return self._serve(LinkUser(link_id, link.machine), target, port)
+
+        link = AcceptedLink(
+            introduction,
+            machine,
+            key,
+            serve=serve,
+            on_goodbye=lambda: self._said_goodbye(link_id),
             limits=self._limits,
             times=self._times,
+            offer=offer,
         )
+        return link
+
+    def _said_goodbye(self, link_id: str) -> None:
+        ending = asyncio.create_task(self.close_link(link_id, "the other side closed it"))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
 
     async def _sweep(self) -> None:
-        """Forget edges for which nobody came in a long time."""
+        """Forget links that nobody used in a long time."""
         while True:
             await asyncio.sleep(min(_SWEEP_SECONDS, self._times.forgotten))
-            before = monotonic() - self._times.forgotten
-            for edge_id, edge in list(self._edges.items()):
-                if edge.path is None and edge.idle_since < before:
-                    await self.close_edge(edge_id, "no path carried it for a long time")
+            for link_id, link in list(self._links.items()):
+                if link.path is None and link.is_forgotten:
+                    await self.close_link(link_id, "no path carried it for a long time")
 
 
 class _RefusedError(Exception):

@@ -51,8 +51,9 @@ class SecureChannel:
     """One channel; ``path`` names it for people. It runs from the start.
 
     ``ended`` tells why it ended, in words, and ``end_code`` with which close code.
-    ``on_attach`` is called at the node's end when the coordinator wants its session carried here;
-    without it (at the coordinator's end) such a record breaks the rules.
+    At the end that was dialled ``on_attach`` is called when the other one wants its session carried
+    here, and ``on_goodbye`` when it ends the link for good; without them (at the end that dials)
+    such a record breaks the rules.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SecureChannel:
         *,
         path: str,
         on_attach: Callable[["SecureChannel", int], None] | None = None,
+        on_goodbye: Callable[[], None] | None = None,
     ) -> None:
         self.agreed = agreed
         self.path = path
@@ -69,6 +71,7 @@ class SecureChannel:
         self.end_code: int | None = None
         self._transport = transport
         self._on_attach = on_attach
+        self._on_goodbye = on_goodbye
         self._traffic: Traffic | None = None
         self._control: deque[bytes] = deque()
         self._wake = asyncio.Event()
@@ -90,6 +93,14 @@ class SecureChannel:
         """Carry a session from now on, and have the peer do the same (the coordinator's end)."""
         self._control.append(_ATTACH.pack(RecordType.ATTACH, wanted))
         self.carry(traffic)
+
+    async def say_goodbye(self) -> None:
+        """Have the peer end the link for good (the dialling end); best effort."""
+        self._control.append(bytes([RecordType.BYE]))
+        self.wake()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await asyncio.shield(self.ended)
 
     def leave(self) -> None:
         """Carry no session any more; what still arrives of it is dropped."""
@@ -192,5 +203,7 @@ class SecureChannel:
                 answer.set_result((self.heard_at - asked_at) * 1000.0)
         elif kind == RecordType.ATTACH and len(record) == _ATTACH.size and self._on_attach:
             self._on_attach(self, _ATTACH.unpack(record)[1])
+        elif kind == RecordType.BYE and len(record) == 1 and self._on_goodbye:
+            self._on_goodbye()
         else:
             raise SessionError("a record of a kind that is not known here")

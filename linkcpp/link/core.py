@@ -5,7 +5,7 @@ other's session again. Pure: records in, records and events out.
 import struct
 from typing import NamedTuple
 
-from linkcpp.link.records import EdgeLimits
+from linkcpp.link.records import LinkLimits
 from linkcpp.link.session import Session, SessionError
 from linkcpp.link.streams import Multiplexer
 
@@ -13,6 +13,7 @@ EPOCH_BYTES = 16
 NO_EPOCH = bytes(EPOCH_BYTES)
 
 _RESUME = struct.Struct("<16s16sQ")
+RESUME_BYTES = _RESUME.size
 
 
 class Resume(NamedTuple):
@@ -42,13 +43,13 @@ class Resume(NamedTuple):
         return cls(*_RESUME.unpack(payload))
 
 
-class EdgeCore:
+class LinkCore:
     """A session with its streams, of one pair of epochs.
 
     ``opens`` is the end that opens streams, and whose handshakes begin.
     """
 
-    def __init__(self, *, epoch: bytes, peer_epoch: bytes, opens: bool, limits: EdgeLimits) -> None:
+    def __init__(self, *, epoch: bytes, peer_epoch: bytes, opens: bool, limits: LinkLimits) -> None:
         self.epoch = epoch
         self.peer_epoch = peer_epoch
         self.streams = Multiplexer(opens=opens, limits=limits)

@@ -1,4 +1,4 @@
-"""How a coordinator opens paths to a node: one, or all of an offer at the same time."""
+"""How the end of a link that dials opens paths: one, or all that there are at the same time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -7,11 +7,10 @@ from typing import NamedTuple
 from linkcpp.link.channel import SecureChannel
 from linkcpp.link.choosing import Path, PathKind
 from linkcpp.link.core import Resume
-from linkcpp.link.handshake import HANDSHAKE_SECONDS, EdgeKeys, initiate
-from linkcpp.link.records import EdgeTimes
+from linkcpp.link.handshake import HANDSHAKE_SECONDS, Introduction, initiate
+from linkcpp.link.records import LinkTimes
 from linkcpp.link.transport import DialledTransport, Transport, TransportLostError
-from linkcpp.registry.edges import EdgeOffer
-from linkcpp.registry.relay import DIRECT_PATH, PAIRED, Hello, encode_hello
+from linkcpp.registry.relay import DIRECT_PATH, PAIRED
 from linkcpp.registry.trust import websocket_url
 
 
@@ -22,23 +21,28 @@ class Way(NamedTuple):
     url: str
 
 
-def direct_ways(offer: EdgeOffer) -> tuple[Way, ...]:
-    """Return the addresses of the node itself."""
+class Ways(NamedTuple):
+    """How the peer may be reached now, and the first message at each address.
+
+    The gateway is named also where there is no way to it that may be used.
+    """
+
+    direct: tuple[Way, ...]
+    relay: tuple[Way, ...]
+    hello: bytes
+    gateway_id: str | None = None
+    gateway_name: str | None = None
+
+
+def direct_ways(urls: Iterable[str]) -> tuple[Way, ...]:
+    """Return the ways to the addresses of the peer itself (HTTP or WebSocket ones)."""
     path = Path(PathKind.DIRECT)
-    urls = (websocket_url(url.removesuffix(DIRECT_PATH), DIRECT_PATH) for url in offer.direct_urls)
-    return tuple(Way(path, url) for url in urls)
-
-
-def relay_ways(offer: EdgeOffer) -> tuple[Way, ...]:
-    """Return the relay's address, if the offer has one that may be dialled."""
-    if offer.relay_url is None:
-        return ()
-    path = Path(PathKind.RELAY, offer.gateway_id, offer.gateway_name)
-    return (Way(path, offer.relay_url),)
+    dialled = (websocket_url(url.removesuffix(DIRECT_PATH), DIRECT_PATH) for url in urls)
+    return tuple(Way(path, url) for url in dialled)
 
 
 async def open_channel(
-    way: Way, offer: EdgeOffer, edge: EdgeKeys, resume: Resume, times: EdgeTimes
+    way: Way, hello: bytes, introduction: Introduction, resume: Resume, times: LinkTimes
 ) -> SecureChannel:
     """Open one path, up to the end of the handshake.
 
@@ -48,28 +52,30 @@ async def open_channel(
     is_relay = way.path.kind is PathKind.RELAY
     transport = await dial_paired(
         way.url,
-        Hello(offer.role, offer.edge_id, offer.ticket),
+        hello,
         dial_seconds=times.dial,
         pairing_seconds=times.pairing if is_relay else HANDSHAKE_SECONDS,
     )
     try:
-        return SecureChannel(transport, await initiate(transport, edge, resume), path=str(way.path))
+        return SecureChannel(
+            transport, await initiate(transport, introduction, resume), path=str(way.path)
+        )
     except BaseException:
         await transport.close()
         raise
 
 
 async def dial_paired(
-    url: str, hello: Hello, *, dial_seconds: float, pairing_seconds: float
+    url: str, hello: bytes, *, dial_seconds: float, pairing_seconds: float
 ) -> Transport:
-    """Dial a relay or a node, and wait until the other side is there.
+    """Dial a relay or the peer, and wait until the other side is there.
 
     Raises:
         TransportLostError: it cannot be reached, refuses, or the other side did not come.
     """
     transport = await DialledTransport.dial(url, timeout_seconds=dial_seconds)
     try:
-        await transport.send(encode_hello(hello))
+        await transport.send(hello)
         async with asyncio.timeout(pairing_seconds):
             answer = await transport.receive()
     except TimeoutError:
@@ -104,7 +110,7 @@ async def reach_first(
     Raises:
         TransportLostError: none works; the reason names each.
     """
-    failures: list[str] = []
+    failures: list[tuple[Way, TransportLostError]] = []
     preferred_failed = asyncio.Event()
     ways = tuple(preferred)
     waiting = len(ways)
@@ -118,7 +124,7 @@ async def reach_first(
         try:
             return way, await open_way(way)
         except TransportLostError as error:
-            failures.append(f"{way.path}: {error.reason}")
+            failures.append((way, error))
         waiting -= is_preferred
         if not waiting:
             preferred_failed.set()
@@ -130,10 +136,19 @@ async def reach_first(
     try:
         for task in asyncio.as_completed(tasks):
             if (won := await task) is not None:
-                return Reached(*won, tuple(failures))
+                return Reached(*won, _in_words(failures))
     finally:
         await _dismiss(tasks, won)
-    raise TransportLostError("; ".join(failures) or "there is no address to dial")
+    codes = {error.code for _, error in failures}
+    raise TransportLostError(
+        "; ".join(_in_words(failures)) or "there is no address to dial",
+        codes.pop() if len(codes) == 1 else None,
+        is_refused=bool(failures) and all(error.is_refused for _, error in failures),
+    )
+
+
+def _in_words(failures: list[tuple[Way, TransportLostError]]) -> tuple[str, ...]:
+    return tuple(f"{way.path}: {error.reason}" for way, error in failures)
 
 
 async def _dismiss(

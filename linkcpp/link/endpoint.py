@@ -1,82 +1,69 @@
-"""The coordinator's end of an edge: a loopback port that stands for a node's agent."""
+"""The end of a link that dials: streams to one machine, over whatever path works."""
 
 import asyncio
 import contextlib
 import logging
 import random
+from time import monotonic
 from typing import Self
-
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError
-from linkcpp.link.local import reset
-from linkcpp.link.offers import EdgeEndedError, OfferSource
+from linkcpp.link.handlers import StreamHandler, StreamPort
+from linkcpp.link.handshake import Machine
+from linkcpp.link.offers import LinkEndedError
 from linkcpp.link.paths import PathKeeper
-from linkcpp.link.records import CHUNK_BYTES, EdgeLimits, EdgeTimes
-from linkcpp.link.status import EdgeState, EdgeStatus
-from linkcpp.link.supply import OfferSupply, Pin
+from linkcpp.link.pump import MakeHandler
+from linkcpp.link.records import CHUNK_BYTES, LinkLimits, LinkTimes
+from linkcpp.link.status import ConnectionState, LinkStatus
+from linkcpp.link.stream_transport import StreamTransport
+from linkcpp.link.supply import Supply
 from linkcpp.link.transport import TransportLostError
-from linkcpp.registry.credentials import pin_peer
-
-HOST = "127.0.0.1"
+from linkcpp.registry.relay import RelayCloseCode
 
 _GOODBYE_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
 
-class EdgeEndpoint(AsyncClosing):
-    """Carries connections to ``url`` to the agent of a node, over whatever path works.
+class LinkEndpoint(AsyncClosing):
+    """Opens streams to the machine that ``supply`` leads to.
 
-    Clients show ``token`` to the agent; the node is who it should be, because nobody else can
-    derive what the edge is encrypted with. A lost path is replaced as long as it takes. Only when
-    the edge is not wanted any more does ``wait_failed`` return.
+    A lost path is replaced until the link's patience is at its end (``LinkTimes.patience``, and
+    ``refused`` where the machine is there but its agent is not). ``wait_session_lost`` returns when
+    streams have been lost with their session, ``wait_failed`` when the link has ended for good.
     """
 
     def __init__(
-        self,
-        source: OfferSource,
-        *,
-        own_key: X25519PrivateKey,
-        own_node_id: str,
-        pin: Pin = pin_peer,
-        limits: EdgeLimits | None = None,
-        times: EdgeTimes | None = None,
+        self, supply: Supply, *, limits: LinkLimits | None = None, times: LinkTimes | None = None
     ) -> None:
-        self._times = times or EdgeTimes()
-        self._supply = OfferSupply(source, own_key=own_key, own_node_id=own_node_id, pin=pin)
-        self._paths = PathKeeper(self._supply, limits or EdgeLimits(), self._times)
-        self._state = EdgeState.CONNECTING
+        self._times = times or LinkTimes()
+        self._supply = supply
+        self._paths = PathKeeper(supply, limits or LinkLimits(), self._times)
+        self._state = ConnectionState.CONNECTING
         self._problem: str | None = None
         self._reconnect_count = 0
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._failed: asyncio.Future[EdgeEndedError] = asyncio.get_running_loop().create_future()
-        self._server: asyncio.Server | None = None
-        self._port = 0
+        self._failed: asyncio.Future[LinkEndedError] = asyncio.get_running_loop().create_future()
         self._running: asyncio.Task[None] | None = None
 
     async def open(self, *, timeout_seconds: float = 60.0) -> Self:
-        """Reach the node for the first time, and listen.
+        """Reach the other machine for the first time.
 
         Raises:
-            EdgeEndedError: there is no such node, or it is not the one it was.
+            LinkEndedError: there is no such machine, or it is not the one it was.
             LinkcppError: it was not reached in time, with the reason.
         """
         self._running = asyncio.create_task(self._run())
         try:
             async with asyncio.timeout(timeout_seconds):
                 await asyncio.shield(self._first)
-            self._server = await asyncio.start_server(
-                self._accept, HOST, 0, limit=CHUNK_BYTES, backlog=64
-            )
-            self._port = self._server.sockets[0].getsockname()[1]
         except TimeoutError:
             await self.aclose()
             raise LinkcppError(
                 f"The node was not reached in {timeout_seconds:g} seconds: "
                 f"{self._problem or 'no answer'}.",
-                hint="See that `linkcpp join` runs there; `linkcpp discover --hub …` shows it.",
+                hint="See that its agent runs there: `linkcpp discover` shows it.",
             ) from None
         except BaseException:
             await self.aclose()
@@ -84,29 +71,29 @@ class EdgeEndpoint(AsyncClosing):
         return self
 
     @property
-    def port(self) -> int:
-        """The loopback port; it stays the same."""
-        return self._port
+    def peer(self) -> Machine:
+        """Who the other machine has proved to be."""
+        assert self._paths.peer is not None  # noqa: S101 - open was awaited
+        return self._paths.peer
 
     @property
-    def url(self) -> str:
-        """Where the agent seems to be."""
-        return f"http://{HOST}:{self.port}"
+    def has_ended(self) -> bool:
+        """Whether it is of no use any more."""
+        return self._state in (ConnectionState.FAILED, ConnectionState.CLOSED)
 
     @property
-    def token(self) -> str:
-        """The bearer token that the agent takes from this edge."""
-        assert self._supply.keys is not None  # noqa: S101 - open was awaited
-        return self._supply.keys.agent_token()
+    def is_up(self) -> bool:
+        """Whether a path carries it now."""
+        return self._state is ConnectionState.UP
 
-    def status(self) -> EdgeStatus:
-        """Tell what the edge does now."""
-        keys, paths = self._supply.keys, self._paths
-        path = paths.path if self._state is EdgeState.UP else None
-        return EdgeStatus(
+    def status(self) -> LinkStatus:
+        """Tell what the link does now."""
+        introduction, paths = self._supply.introduction, self._paths
+        path = paths.path if self._state is ConnectionState.UP else None
+        return LinkStatus(
             state=self._state,
-            node_id=keys.node_id if keys else None,
-            edge_id=keys.edge_id if keys else None,
+            node_id=paths.peer.node_id if paths.peer else None,
+            link_id=introduction.link_id if introduction else None,
             path=path.kind if path else None,
             gateway_id=path.gateway_id if path else None,
             why=paths.why if path else None,
@@ -114,23 +101,72 @@ class EdgeEndpoint(AsyncClosing):
             problem=self._problem,
             reconnect_count=self._reconnect_count,
             change_count=paths.change_count,
-            connection_count=paths.connection_count,
+            stream_count=paths.stream_count,
             sent_bytes=paths.sent_bytes,
             received_bytes=paths.received_bytes,
         )
 
-    async def wait_failed(self) -> EdgeEndedError:
-        """Wait until the edge has ended for good, and return why.
+    def start_stream(self, target: str, make_handler: MakeHandler) -> StreamHandler:
+        """Open a stream to ``target`` and start its handler.
 
         Raises:
-            asyncio.CancelledError: the edge was closed on purpose.
+            ConnectionError: the link has ended, or there are too many streams.
+        """
+        if self.has_ended:
+            raise ConnectionError(self._problem or "the link was closed")
+        handler = self._paths.open_stream(target, make_handler)
+        if handler is None:
+            raise ConnectionError(self._problem or "too many streams are open")
+        return handler
+
+    def connect(self, target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a stream to ``target`` for a client of asyncio's; costs no round trip.
+
+        Raises:
+            ConnectionError: the link has ended, or there are too many streams.
+        """
+        reader = asyncio.StreamReader(limit=CHUNK_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+
+        def make(port: StreamPort) -> StreamTransport:
+            return StreamTransport(port, lambda: protocol, {"peername": (self.peer.node_id, 0)})
+
+        transport = self.start_stream(target, make)
+        assert isinstance(transport, StreamTransport)  # noqa: S101 - made above
+        loop = asyncio.get_running_loop()
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+    async def ping(self) -> float:
+        """Measure one round trip to the other machine, in milliseconds.
+
+        Raises:
+            TransportLostError: no path carries the link now.
+        """
+        return await self._paths.ping()
+
+    async def wait_session_lost(self) -> str:
+        """Wait until the session ended with all its streams, and say why in words."""
+        failed = asyncio.ensure_future(self.wait_failed())
+        lost = asyncio.ensure_future(self._paths.session_lost.wait())
+        try:
+            await asyncio.wait({failed, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done() and not self._failed.cancelled():
+                return self._failed.result().message
+            return self._problem or "the node's agent was started again"
+        finally:
+            failed.cancel()
+            lost.cancel()
+
+    async def wait_failed(self) -> LinkEndedError:
+        """Wait until the link has ended for good, and return why.
+
+        Raises:
+            asyncio.CancelledError: the link was closed on purpose.
         """
         return await asyncio.shield(self._failed)
 
     async def aclose(self) -> None:
-        """End the port, all connections and the path; also fine when it is closed already."""
-        if self._server is not None:
-            self._server.close()
+        """End all streams and the path; also fine when it is closed already."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -141,57 +177,70 @@ class EdgeEndpoint(AsyncClosing):
                     await self._supply.close()
         if not self._failed.done():
             self._failed.cancel()
-            self._state = EdgeState.CLOSED
+            self._state = ConnectionState.CLOSED
         self._first.cancel()
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._state in (EdgeState.FAILED, EdgeState.CLOSED):
-            reset(writer)
-            return
-        await self._paths.carry(reader, writer)
 
     async def _run(self) -> None:
         try:
             while True:
                 await self._reach()
-                self._state, self._problem = EdgeState.UP, None
+                self._state, self._problem = ConnectionState.UP, None
                 if not self._first.done():
                     self._first.set_result(None)
                 self._problem = await self._paths.keep()
-                self._state = EdgeState.RECONNECTING
+                self._state = ConnectionState.RECONNECTING
                 self._reconnect_count += 1
-                _log.info("an edge lost its path: %s", self._problem)
-        except EdgeEndedError as error:
+                _log.info("a link lost its path: %s", self._problem)
+        except LinkEndedError as error:
             await self._fail(error)
         except Exception:
-            _log.exception("an edge ended by a defect")
-            await self._fail(EdgeEndedError("linkcpp met a defect of its own; its log has it."))
+            _log.exception("a link ended by an internal error")
+            await self._fail(LinkEndedError("Internal error; the log has the details."))
 
-    async def _fail(self, error: EdgeEndedError) -> None:
-        self._state, self._problem = EdgeState.FAILED, error.message
+    async def _fail(self, error: LinkEndedError) -> None:
+        self._state, self._problem = ConnectionState.FAILED, error.message
         self._failed.set_result(error)
         if not self._first.done():
             self._first.set_exception(error)
-        if self._server is not None:
-            self._server.close()
         await self._paths.aclose()
 
     async def _reach(self) -> None:
-        """Find a path for the session, as long as it takes."""
+        """Find a path for the session, as long as patience lasts."""
         pause_seconds = 0.0
+        began = monotonic()
         while True:
-            # Many edges may have lost one gateway at the same moment.
+            # Many links may have lost one gateway at the same moment.
             await asyncio.sleep(pause_seconds * random.uniform(0.5, 1.0))  # noqa: S311
             pause_seconds = min(
                 max(2 * pause_seconds, self._times.first_pause), self._times.longest_pause
             )
+            patience_seconds, code = self._times.patience, None
             try:
                 self._paths.use(await self._paths.reach(await self._supply.fresh()))
-            except EdgeEndedError:
+            except LinkEndedError:
                 raise
             except LinkcppError as error:
                 self._problem = error.message
             except TransportLostError as error:
-                self._problem = error.reason
+                self._problem, code = error.reason, error.code
+                if error.is_refused:
+                    # The machine is there and its agent is not; what the agent ran ended with it.
+                    patience_seconds = self._times.refused
             else:
                 return
+            if not self._first.done():
+                self._give_up_unless_awaited(code)
+            elif monotonic() - began > patience_seconds:
+                raise LinkEndedError(
+                    f"The link was not restored in {monotonic() - began:.0f} seconds: "
+                    f"{self._problem}.",
+                    code="link_lost",
+                )
+
+    def _give_up_unless_awaited(self, code: int | None) -> None:
+        if self._supply.is_awaited:
+            return
+        is_stranger = code in (RelayCloseCode.HANDSHAKE_FAILED, RelayCloseCode.UNAUTHORIZED)
+        raise LinkEndedError(
+            self._problem or "no answer", code="not_introduced" if is_stranger else "unreachable"
+        )

@@ -11,7 +11,7 @@ from linkcpp.registry.edges import NODE_GONE, NODE_REVOKED, EdgeOffer, EdgeReque
 _NO_SUCH_EDGE = 404
 
 
-class EdgeEndedError(LinkcppError):
+class LinkEndedError(LinkcppError):
     """There is no edge to this node any more, and asking again is of no use.
 
     ``code`` is the hub's where it refused.
@@ -41,7 +41,7 @@ class OfferSource(Protocol):
         """Return a fresh offer; gateways that just failed are left out where there are others.
 
         Raises:
-            EdgeEndedError: the edge, the node or this machine is not wanted any more.
+            LinkEndedError: the edge, the node or this machine is not wanted any more.
             LinkcppError: there is none now; a later call may give one.
         """
         ...
@@ -87,7 +87,7 @@ class HubOffers:
         except HubRefusedError as error:
             is_over = error.code in (NODE_GONE, NODE_REVOKED) or error.status == _NO_SUCH_EDGE
             if error.is_final or is_over:
-                raise EdgeEndedError(error.message, hint=error.hint, code=error.code) from error
+                raise LinkEndedError(error.message, hint=error.hint, code=error.code) from error
             raise
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The paths of a coordinator's edge: the first that works, then the best, the session kept."""
+"""The paths of a link at the end that dials: the first that works, then the best."""
 
 import asyncio
 import contextlib
@@ -10,15 +10,16 @@ from typing import Any
 from linkcpp.common.errors import LinkcppError
 from linkcpp.link.channel import SecureChannel
 from linkcpp.link.choosing import Path, PathKind, RoundTrips, choose
-from linkcpp.link.core import EPOCH_BYTES, NO_EPOCH, EdgeCore, Resume
-from linkcpp.link.dialing import Reached, Way, direct_ways, open_channel, reach_first, relay_ways
-from linkcpp.link.local import reset
-from linkcpp.link.pump import StreamPump
-from linkcpp.link.records import EdgeLimits, EdgeTimes
+from linkcpp.link.core import EPOCH_BYTES, NO_EPOCH, LinkCore, Resume
+from linkcpp.link.dialing import Reached, Way, Ways, open_channel, reach_first
+from linkcpp.link.handlers import StreamHandler
+from linkcpp.link.handshake import Machine
+from linkcpp.link.offers import LinkEndedError
+from linkcpp.link.pump import MakeHandler, StreamPump
+from linkcpp.link.records import LinkLimits, LinkTimes
 from linkcpp.link.session import SessionError
-from linkcpp.link.supply import OfferSupply
+from linkcpp.link.supply import Supply
 from linkcpp.link.transport import TransportLostError
-from linkcpp.registry.edges import EdgeOffer
 
 _PROBE_PINGS = 3
 # While this much is on its way, a ping measures the queue and not the path.
@@ -28,16 +29,18 @@ _QUIET_BYTES = 128 * 1024
 class PathKeeper:
     """One session and the path that carries it."""
 
-    def __init__(self, supply: OfferSupply, limits: EdgeLimits, times: EdgeTimes) -> None:
+    def __init__(self, supply: Supply, limits: LinkLimits, times: LinkTimes) -> None:
         self._supply = supply
         self._limits = limits
         self._times = times
         self._epoch = os.urandom(EPOCH_BYTES)
         self._pump: StreamPump | None = None
+        self._peer: Machine | None = None
         self._earlier_bytes = (0, 0)
         self._trips: RoundTrips | None = None
         self._slow = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
+        self.session_lost: asyncio.Event = asyncio.Event()
         self.path: Path | None = None
         self.why = ""
         self.change_count = 0
@@ -48,46 +51,61 @@ class PathKeeper:
         return self._trips.now_ms if self._trips else None
 
     @property
-    def connection_count(self) -> int:
-        """How many connections are carried now."""
+    def stream_count(self) -> int:
+        """How many streams there are now."""
         return self._pump.core.streams.stream_count if self._pump else 0
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of connections sent to the node."""
+        """Bytes of streams sent to the peer."""
         return self._earlier_bytes[0] + (self._pump.sent_bytes if self._pump else 0)
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of connections received from the node."""
+        """Bytes of streams received from the peer."""
         return self._earlier_bytes[1] + (self._pump.received_bytes if self._pump else 0)
 
-    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry a connection to the node's agent."""
-        if self._pump is None or self._pump.is_broken:
-            reset(writer)
-            return
-        await self._pump.carry(reader, writer)
+    @property
+    def peer(self) -> Machine | None:
+        """Who the peer has proved to be."""
+        return self._peer
 
-    async def reach(self, offer: EdgeOffer) -> Reached:
-        """Open the first path of an offer that works.
+    def open_stream(self, target: str, make_handler: MakeHandler) -> StreamHandler | None:
+        """Open a stream; ``None`` where there is no session, or too many streams."""
+        if self._pump is None or self._pump.is_broken:
+            return None
+        return self._pump.open(target, make_handler)
+
+    async def ping(self) -> float:
+        """Measure one round trip on the path in use, in milliseconds.
+
+        Raises:
+            TransportLostError: there is none, or it was lost meanwhile.
+        """
+        channel = self._pump.channel if self._pump else None
+        if channel is None:
+            raise TransportLostError("no path carries the link now")
+        return await channel.ping()
+
+    async def reach(self, ways: Ways) -> Reached:
+        """Open the first path that works.
 
         Raises:
             TransportLostError: none does.
         """
         try:
             return await reach_first(
-                direct_ways(offer),
-                relay_ways(offer),
-                lambda way: self._open(way, offer),
+                ways.direct,
+                ways.relay,
+                lambda way: self._open(way, ways.hello),
                 head_start_seconds=self._times.head_start,
             )
         except TransportLostError as error:
-            self._supply.avoid(offer.gateway_id)
-            if offer.gateway_id is None or offer.relay_url is not None:
+            self._supply.avoid(ways.gateway_id)
+            if ways.gateway_id is None or ways.relay:
                 raise
             # The hub's client has left its address out.
-            gateway = offer.gateway_name or offer.gateway_id
+            gateway = ways.gateway_name or ways.gateway_id
             reason = f"{error.reason}; the hub's gateway {gateway} has no address with TLS"
             raise TransportLostError(reason) from error
 
@@ -136,13 +154,21 @@ class PathKeeper:
             channel = self._pump.channel
             await self._pump.aclose()
             if channel is not None:
-                await channel.close(1000, "the coordinator closed the edge")
+                await channel.say_goodbye()
+                await channel.close(1000, "the link was closed")
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    async def _open(self, way: Way, offer: EdgeOffer) -> SecureChannel:
-        keys = self._supply.keys
-        assert keys is not None  # noqa: S101 - there is an offer
-        return await open_channel(way, offer, keys, self._resume(), self._times)
+    async def _open(self, way: Way, hello: bytes) -> SecureChannel:
+        introduction = self._supply.introduction
+        assert introduction is not None  # noqa: S101 - there are ways
+        channel = await open_channel(way, hello, introduction, self._resume(), self._times)
+        try:
+            self._supply.check(channel.agreed.machine, channel.agreed.peer_key)
+        except LinkEndedError as error:
+            await channel.close(1000, "it is another machine than before")
+            # The right one may answer at another address.
+            raise TransportLostError(error.message, is_refused=True) from error
+        return channel
 
     def _resume(self) -> Resume:
         self._forget_broken()
@@ -157,10 +183,11 @@ class PathKeeper:
         if agreed.own.epoch != self._epoch:
             self._close(channel)
             raise TransportLostError("the session was given up meanwhile")
+        self._peer = agreed.machine
         if self._pump is None or self._pump.core.peer_epoch != agreed.peer.epoch:
             self._forget()
             self._pump = StreamPump(
-                EdgeCore(
+                LinkCore(
                     epoch=self._epoch,
                     peer_epoch=agreed.peer.epoch,
                     opens=True,
@@ -188,6 +215,7 @@ class PathKeeper:
         """Give up a session that the node has lost, or that one side broke."""
         if self._pump is None:
             return
+        self.session_lost.set()
         pump, self._pump = self._pump, None
         sent, received = self._earlier_bytes
         self._earlier_bytes = (sent + pump.sent_bytes, received + pump.received_bytes)
@@ -256,25 +284,25 @@ class PathKeeper:
         if is_slow:
             if current.kind is PathKind.RELAY:
                 self._supply.avoid(current.gateway_id)
-            offer = await self._supply.fresh()
+            offered = await self._supply.fresh()
         elif current.kind is PathKind.RELAY:
-            offer = await self._supply.usable()
+            offered = await self._supply.usable()
         else:
             return
-        ways = [] if current.kind is PathKind.DIRECT else list(direct_ways(offer))
+        ways = [] if current.kind is PathKind.DIRECT else list(offered.direct)
         if is_slow:
-            ways += [way for way in relay_ways(offer) if way.path != current]
+            ways += [way for way in offered.relay if way.path != current]
         if not ways:
             self.why = f"{current}: {trips.now_ms:.1f} ms, and there is no other way"
             return
-        await self._compare(current, trips, ways, offer)
+        await self._compare(current, trips, ways, offered.hello)
 
     async def _compare(
-        self, current: Path, trips: RoundTrips, ways: list[Way], offer: EdgeOffer
+        self, current: Path, trips: RoundTrips, ways: list[Way], hello: bytes
     ) -> None:
         try:
             reached = await reach_first(
-                ways, (), lambda way: self._open(way, offer), head_start_seconds=0.0
+                ways, (), lambda way: self._open(way, hello), head_start_seconds=0.0
             )
         except TransportLostError as error:
             self.why = f"{current}: {trips.now_ms:.1f} ms; {error.reason}"

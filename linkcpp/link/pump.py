@@ -1,38 +1,36 @@
-"""A session of an edge with its local TCP connections, whatever path carries it. Both ends use it.
-
-The coordinator's end opens a stream for every connection that it is given; the node's end opens a
-connection for every stream.
-"""
+"""A session with what stands behind its streams, whatever path carries it. Both ends use it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import logging
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from linkcpp.common.sockets import tune_transport
 from linkcpp.link.channel import SecureChannel
-from linkcpp.link.core import EdgeCore
-from linkcpp.link.local import LocalEnd, reset
-from linkcpp.link.records import CHUNK_BYTES, ResetCode
+from linkcpp.link.core import LinkCore
+from linkcpp.link.handlers import StreamHandler, StreamPort, StreamRefusedError
+from linkcpp.link.records import ResetCode
 from linkcpp.link.session import SessionError
 from linkcpp.link.streams import Aborted, Event, Finished, Opened, Received, Writable
 
-_CONNECT_SECONDS = 10.0
+MakeHandler = Callable[[StreamPort], StreamHandler]
+# Says what stands behind a target that the peer names; raises StreamRefusedError.
+Serve = Callable[[str, StreamPort], StreamHandler]
 
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Connect = Callable[[], Awaitable[Streams]]
+
+_log = logging.getLogger(__name__)
 
 
 class StreamPump:
-    """One session. ``connect`` opens what a stream of the peer leads to (the node's end)."""
+    """One session. ``serve`` says what a stream of the peer leads to (the end that is dialled)."""
 
-    def __init__(self, core: EdgeCore, *, connect: Connect | None = None) -> None:
+    def __init__(self, core: LinkCore, *, serve: Serve | None = None) -> None:
         self.core = core
         self.channel: SecureChannel | None = None
         self.is_broken = False
         self.sent_bytes = 0
         self.received_bytes = 0
-        self._connect = connect
-        self._ends: dict[int, LocalEnd] = {}
+        self._serve = serve
+        self._handlers: dict[int, StreamHandler] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def carried_by(self, channel: SecureChannel, peer_wanted: int) -> SecureChannel | None:
@@ -69,19 +67,21 @@ class StreamPump:
             raise
         self._dispatch()
 
-    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry a connection to the peer until it ends; one too many is dropped at once."""
-        stream = self.core.streams.open()
+    def open(self, target: str, make_handler: MakeHandler) -> StreamHandler | None:
+        """Open a stream, and start its handler; ``None`` where there are too many streams."""
+        stream = self.core.streams.open(target)
         if stream is None:
-            reset(writer)
-            return
-        await self._run(stream, self._add(stream), reader, writer)
+            return None
+        handler = make_handler(_Port(self, stream))
+        self._start(stream, handler)
+        self.wake()
+        return handler
 
     async def aclose(self) -> None:
-        """End all streams and their connections at once."""
+        """End all streams at once."""
         self.uncarried()
-        for end in self._ends.values():
-            end.abort()
+        for handler in list(self._handlers.values()):
+            handler.abort("the link was closed", ResetCode.ABORTED)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -96,63 +96,69 @@ class StreamPump:
             self._handle(event)
 
     def _handle(self, event: Event) -> None:
+        try:
+            self._pass_on(event)
+        except Exception:
+            # Of this stream's handler: the link and its other streams are well.
+            _log.exception("a stream ended by an internal error")
+            handler = self._handlers.pop(event.stream, None)
+            self.core.streams.abort(event.stream, reason="internal error")
+            if handler is not None:
+                handler.abort("internal error", ResetCode.ABORTED)
+
+    def _pass_on(self, event: Event) -> None:
         if isinstance(event, Opened):
-            self._spawn(self._serve(event.stream, self._add(event.stream)))
+            self._accept(event)
             return
-        end = self._ends.get(event.stream)
+        handler = self._handlers.get(event.stream)
         if isinstance(event, Received):
             self.received_bytes += len(event.data)
-            if end is not None:
-                end.deliver(event.data)
-            else:  # its connection is gone, and the peer does not know it yet
-                self.core.streams.taken(event.stream, len(event.data))
-        elif end is None:
+            if handler is not None:
+                handler.deliver(event.data)
+            else:  # nobody reads it any more
+                self.core.streams.abort(event.stream)
+        elif handler is None:
             return
         elif isinstance(event, Finished):
-            end.finish()
+            handler.finish()
         elif isinstance(event, Aborted):
-            end.abort()
+            handler.abort(event.reason, event.code)
         elif isinstance(event, Writable):
-            end.writable()
+            handler.writable()
 
-    async def _serve(self, stream: int, end: LocalEnd) -> None:
-        assert self._connect is not None  # noqa: S101 - only the other end opens streams
+    def _accept(self, opened: Opened) -> None:
+        assert self._serve is not None  # noqa: S101 - only the other end opens streams
+        port = _Port(self, opened.stream)
         try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                reader, writer = await self._connect()
-        except (OSError, TimeoutError):
-            self._ends.pop(stream, None)
-            self.core.streams.abort(stream, ResetCode.REFUSED)
-            self.wake()
+            handler = self._serve(opened.target, port)
+        except StreamRefusedError as error:
+            port.abort(ResetCode.REFUSED, str(error))
             return
-        await self._run(stream, end, reader, writer)
+        self._start(opened.stream, handler)
 
-    async def _run(
-        self,
-        stream: int,
-        end: LocalEnd,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        tune_transport(writer.transport)
-        self.wake()
+    def _start(self, stream: int, handler: StreamHandler) -> None:
+        self._handlers[stream] = handler
+        self._spawn(self._run(stream, handler))
+
+    async def _run(self, stream: int, handler: StreamHandler) -> None:
         try:
-            await end.run(reader, writer)
+            await handler.run()
         finally:
-            self._ends.pop(stream, None)
-
-    def _add(self, stream: int) -> LocalEnd:
-        end = self._ends[stream] = LocalEnd(_Port(self, stream))
-        return end
+            self._handlers.pop(stream, None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # its stream was reset with the reason
 
 
 class _Port:
-    """One stream of a session, as its local end sees it."""
+    """One stream of a session, as its handler sees it."""
 
     def __init__(self, pump: StreamPump, stream: int) -> None:
         self._pump = pump
@@ -171,15 +177,10 @@ class _Port:
         self._streams.finish(self._stream)
         self._pump.wake()
 
-    def abort(self) -> None:
-        self._streams.abort(self._stream)
+    def abort(self, code: ResetCode = ResetCode.ABORTED, reason: str = "") -> None:
+        self._streams.abort(self._stream, code, reason)
         self._pump.wake()
 
     def taken(self, size_bytes: int) -> None:
         self._streams.taken(self._stream, size_bytes)
         self._pump.wake()
-
-
-async def open_loopback(host: str, port: int) -> Streams:
-    """Connect to a program on this machine."""
-    return await asyncio.open_connection(host, port, limit=CHUNK_BYTES)

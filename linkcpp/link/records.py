@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 # With the heads of record and frame it fits one Noise message.
 CHUNK_BYTES = 60 * 1024
+MAX_TARGET_BYTES = 128
+MAX_REASON_BYTES = 400
 
 
 class RecordType(IntEnum):
@@ -15,6 +17,7 @@ class RecordType(IntEnum):
     ACK = 3
     PING = 4
     PONG = 5
+    BYE = 6
 
 
 class FrameType(IntEnum):
@@ -35,7 +38,7 @@ class ResetCode(IntEnum):
     TOO_MANY = 3
 
 
-class EdgeLimits(NamedTuple):
+class LinkLimits(NamedTuple):
     """What one edge may cost at one end.
 
     ``streams`` may be open at once, each may be ``window_bytes`` ahead of its reader, and
@@ -49,14 +52,16 @@ class EdgeLimits(NamedTuple):
     control_frames: int = 4096
 
 
-class EdgeTimes(NamedTuple):
-    """When an edge asks itself whether its path is alive and whether there is a better one.
+class LinkTimes(NamedTuple):
+    """When a link asks itself whether its path is alive and whether there is a better one.
 
     All in seconds. A path from which nothing came for ``dead`` is given up; ``head_start`` is what
     a direct path has before the relay is tried too; a coordinator waits ``pairing`` for the node at
     a relay before it asks the hub again, which then tells the node again; retries pause from
-    ``first_pause`` to ``longest_pause``; the node's end forgets an edge that had no path for
-    ``forgotten``.
+    ``first_pause`` to ``longest_pause``; the end that was dialled forgets a link that had no path
+    for ``forgotten``, or for ``left`` where the path ended as that of a machine does whose process
+    ends, and not in silence; the other one gives it up after ``patience``, or after ``refused``
+    where the machine answers that nobody listens there.
     """
 
     ping: float = 3.0
@@ -68,4 +73,7 @@ class EdgeTimes(NamedTuple):
     probe: float = 30.0
     first_pause: float = 0.1
     longest_pause: float = 5.0
-    forgotten: float = 600.0
+    forgotten: float = 120.0
+    left: float = 20.0
+    patience: float = 90.0
+    refused: float = 3.0

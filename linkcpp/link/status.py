@@ -1,4 +1,4 @@
-"""What an edge tells of itself."""
+"""What a link tells of itself."""
 
 from enum import StrEnum
 
@@ -6,8 +6,8 @@ from linkcpp.common.records import Record
 from linkcpp.link.choosing import PathKind
 
 
-class EdgeState(StrEnum):
-    """Whether an edge carries anything now; ``FAILED`` and ``CLOSED`` are for good."""
+class ConnectionState(StrEnum):
+    """Whether a link carries anything now; ``FAILED`` and ``CLOSED`` are for good."""
 
     CONNECTING = "connecting"
     UP = "up"
@@ -16,17 +16,17 @@ class EdgeState(StrEnum):
     CLOSED = "closed"
 
 
-class EdgeStatus(Record):
-    """An edge at the coordinator, for people and for ``linkcpp status``.
+class LinkStatus(Record):
+    """A link at the end that dials, for people and for ``linkcpp status``.
 
     ``path`` is the one in use and ``why`` the reason for it, in a sentence; ``problem`` is why
     there is none, or why the last one was lost. ``reconnect_count`` counts lost paths,
     ``change_count`` changes to a better one.
     """
 
-    state: EdgeState
+    state: ConnectionState
     node_id: str | None
-    edge_id: str | None
+    link_id: str | None
     path: PathKind | None
     gateway_id: str | None
     why: str | None
@@ -34,6 +34,14 @@ class EdgeStatus(Record):
     problem: str | None
     reconnect_count: int
     change_count: int
-    connection_count: int
+    stream_count: int
     sent_bytes: int
     received_bytes: int
+
+
+def link_way(status: LinkStatus) -> str:
+    """Say in words which way a link takes now, and why. Pure."""
+    if status.state is ConnectionState.UP:
+        again = f", restored {status.reconnect_count} times" if status.reconnect_count else ""
+        return f"{status.why or status.path}{again}"
+    return f"{status.state.value}: {status.problem or 'no path yet'}"

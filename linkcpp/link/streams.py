@@ -1,8 +1,8 @@
 """Many byte streams in one session: windows, half-close, reset, and fair turns. Pure.
 
-A stream costs no round trip to open. A sender may be one window ahead of what the other end's
-reader has taken. Whoever just began to send comes before those who send all the time, so that a
-small message waits for at most one chunk of a bulk transfer.
+A stream names its target when it is opened, which costs no round trip. A sender may be one window
+ahead of what the other end's reader has taken. Whoever just began to send comes before those who
+send all the time, so that a small message waits for at most one chunk of a bulk transfer.
 """
 
 import struct
@@ -10,7 +10,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from linkcpp.link.records import CHUNK_BYTES, EdgeLimits, FrameType, ResetCode
+from linkcpp.link.records import (
+    CHUNK_BYTES,
+    MAX_REASON_BYTES,
+    MAX_TARGET_BYTES,
+    FrameType,
+    LinkLimits,
+    ResetCode,
+)
 from linkcpp.link.session import Frame, SessionError
 
 _HEAD = struct.Struct("<BI")  # type, stream
@@ -23,9 +30,10 @@ _FRESH_IN_A_ROW = 8
 
 
 class Opened(NamedTuple):
-    """The peer opened a stream."""
+    """The peer opened a stream to ``target``, a name that this end gives a meaning."""
 
     stream: int
+    target: str
 
 
 class Received(NamedTuple):
@@ -42,10 +50,11 @@ class Finished(NamedTuple):
 
 
 class Aborted(NamedTuple):
-    """The stream is gone, both ways."""
+    """The stream is gone, both ways; ``reason`` is the peer's, for people."""
 
     stream: int
     code: int
+    reason: str
 
 
 class Writable(NamedTuple):
@@ -61,7 +70,7 @@ Event = Opened | Received | Finished | Aborted | Writable
 class _Stream:
     credit_bytes: int
     allowance_bytes: int
-    queue: deque[bytes] = field(default_factory=deque)
+    queue: deque[memoryview] = field(default_factory=deque)
     queued_bytes: int = 0
     untaken_bytes: int = 0
     ungranted_bytes: int = 0
@@ -86,7 +95,7 @@ class _Stream:
 class Multiplexer:
     """One end of all streams of a session. Only the end with ``opens`` opens streams."""
 
-    def __init__(self, *, opens: bool, limits: EdgeLimits) -> None:
+    def __init__(self, *, opens: bool, limits: LinkLimits) -> None:
         self._opens = opens
         self._limits = limits
         self._streams: dict[int, _Stream] = {}
@@ -109,13 +118,13 @@ class Multiplexer:
         # Without a channel, streams that come and go leave frames behind.
         return has_place and len(self._control) < self._limits.control_frames
 
-    def open(self) -> int | None:
-        """Open a stream and return its number, or ``None`` where there are too many."""
+    def open(self, target: str) -> int | None:
+        """Open a stream to ``target`` and return its number; ``None`` where there are too many."""
         if not self.has_room:
             return None
         self._last_id += 1
         self._add(self._last_id)
-        self._say(Frame(_HEAD.pack(FrameType.OPEN, self._last_id), b""))
+        self._say(Frame(_HEAD.pack(FrameType.OPEN, self._last_id), target.encode("ascii")))
         return self._last_id
 
     def can_write(self, stream: int) -> bool:
@@ -128,7 +137,8 @@ class Multiplexer:
         known = self._streams.get(stream)
         if known is None or known.wants_fin or not data:
             return
-        known.queue.append(data)
+        # A view: what is sent chunk by chunk is not copied for each of them.
+        known.queue.append(memoryview(data))
         known.queued_bytes += len(data)
         self._line_up(stream, known)
 
@@ -139,10 +149,10 @@ class Multiplexer:
             known.wants_fin = True
             self._line_up(stream, known)
 
-    def abort(self, stream: int, code: ResetCode = ResetCode.ABORTED) -> None:
+    def abort(self, stream: int, code: ResetCode = ResetCode.ABORTED, reason: str = "") -> None:
         """End a stream at once, both ways; what waits to be sent is dropped."""
         if self._streams.pop(stream, None) is not None:
-            self._say(Frame(_NUMBER.pack(FrameType.RESET, stream, code), b""))
+            self._reset(stream, code, reason)
 
     def taken(self, stream: int, size_bytes: int) -> None:
         """The reader has taken bytes: the peer may send as many more."""
@@ -184,8 +194,8 @@ class Multiplexer:
             raise SessionError("the peer takes nothing and causes more and more answers")
         kind, stream = _HEAD.unpack_from(frame)
         body = frame[_HEAD.size :]
-        if kind == FrameType.OPEN and not body:
-            self._receive_open(stream)
+        if kind == FrameType.OPEN and len(body) <= MAX_TARGET_BYTES:
+            self._receive_open(stream, bytes(body))
             return
         if not 0 < stream <= self._last_id:
             raise SessionError(f"a frame of stream {stream}, which was never opened")
@@ -196,9 +206,10 @@ class Multiplexer:
             self._receive_fin(stream, known)
         elif kind == FrameType.WINDOW and len(frame) == _NUMBER.size:
             self._receive_window(stream, known, _NUMBER.unpack(frame)[2])
-        elif kind == FrameType.RESET and len(frame) == _NUMBER.size:
+        elif kind == FrameType.RESET and 0 <= len(frame) - _NUMBER.size <= MAX_REASON_BYTES:
             if self._streams.pop(stream, None) is not None:
-                self._events.append(Aborted(stream, _NUMBER.unpack(frame)[2]))
+                reason = bytes(frame[_NUMBER.size :]).decode(errors="replace")
+                self._events.append(Aborted(stream, _NUMBER.unpack_from(frame)[2], reason))
         else:
             raise SessionError(f"a frame of type {kind} with {len(body)} bytes")
 
@@ -207,15 +218,15 @@ class Multiplexer:
         events, self._events = self._events, []
         return events
 
-    def _receive_open(self, stream: int) -> None:
-        if self._opens or stream <= self._last_id:
+    def _receive_open(self, stream: int, target: bytes) -> None:
+        if self._opens or stream <= self._last_id or not target.isascii():
             raise SessionError(f"stream {stream} may not be opened")
         self._last_id = stream
         if len(self._streams) < self._limits.streams:
             self._add(stream)
-            self._events.append(Opened(stream))
+            self._events.append(Opened(stream, target.decode("ascii")))
         else:
-            self._say(Frame(_NUMBER.pack(FrameType.RESET, stream, ResetCode.TOO_MANY), b""))
+            self._reset(stream, ResetCode.TOO_MANY, "too many streams are open")
 
     def _receive_data(self, stream: int, known: _Stream | None, body: memoryview) -> None:
         if known is None:
@@ -282,6 +293,10 @@ class Multiplexer:
     def _drop_if_over(self, stream: int, known: _Stream) -> None:
         if known.is_over:
             del self._streams[stream]
+
+    def _reset(self, stream: int, code: ResetCode, reason: str) -> None:
+        text = reason.encode()[:MAX_REASON_BYTES]
+        self._say(Frame(_NUMBER.pack(FrameType.RESET, stream, code), text))
 
     def _say(self, frame: Frame) -> None:
         self._control.append(frame)

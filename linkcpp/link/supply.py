@@ -1,75 +1,205 @@
-"""The offers that a coordinator's end of an edge has had, and what it learned from using them."""
+"""Where the end of a link that dials learns how to reach its peer, and who that is."""
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from time import monotonic
+from typing import Protocol
 
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.link.handshake import EdgeKeys, parse_edge_key
-from linkcpp.link.offers import Dialled, EdgeEndedError, OfferSource
+from linkcpp.common.text import printable
+from linkcpp.link.choosing import Path, PathKind
+from linkcpp.link.dialing import Way, Ways, direct_ways
+from linkcpp.link.handshake import (
+    LINK_ID_BYTES,
+    ClusterMember,
+    Introduction,
+    KnownPeer,
+    Machine,
+    parse_link_key,
+)
+from linkcpp.link.offers import Dialled, LinkEndedError, OfferSource
 from linkcpp.registry.edges import EdgeOffer, EdgeRole
 from linkcpp.registry.encoding import encode
 from linkcpp.registry.fields import MAX_GATEWAYS
+from linkcpp.registry.relay import Hello, encode_cluster_hello, encode_hello
 
 _TICKET_RESERVE_SECONDS = 30.0
 _AVOID_SECONDS = 30.0
+_MAX_ADDRESSES = 16
 
 # Raises LinkcppError where (hub id, node id, edge key) is not what it was before.
 Pin = Callable[[str, str, str], None]
 
 
-class OfferSupply:
-    """Fresh offers while there are any, the last one while its ticket holds."""
+class Supply(Protocol):
+    """Tells how to reach one peer, again whenever a path was lost."""
+
+    @property
+    def introduction(self) -> Introduction | None:
+        """What the handshake needs; ``None`` before the first ways are known."""
+        ...
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the peer is told to come, so that the first attempt may fail."""
+        ...
+
+    async def usable(self) -> Ways:
+        """Return ways that are not known to be outdated; raises as ``fresh``."""
+        ...
+
+    async def fresh(self) -> Ways:
+        """Find out how to reach the peer now.
+
+        Raises:
+            LinkEndedError: there will be no way any more.
+            LinkcppError: there is none now; a later call may give one.
+        """
+        ...
+
+    def avoid(self, gateway_id: str | None) -> None:
+        """Take another gateway for a while, where there is one."""
+        ...
+
+    def check(self, machine: Machine, key: X25519PublicKey) -> None:
+        """See that whoever shook hands is the one that the link leads to.
+
+        Raises:
+            LinkEndedError: it is another machine.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Tell whoever introduced the two that the link is not needed any more; never fails."""
+        ...
+
+
+class ClusterSupply:
+    """A node of this machine's cluster at addresses that a person or mDNS named.
+
+    ``find`` looks for the node again by its id, once none of the addresses works any more.
+    """
 
     def __init__(
-        self, source: OfferSource, *, own_key: X25519PrivateKey, own_node_id: str, pin: Pin
+        self,
+        urls: Iterable[str],
+        *,
+        own_key: X25519PrivateKey,
+        own: Machine,
+        psk: bytes,
+        find: Callable[[str], Awaitable[tuple[str, ...]]] | None = None,
+    ) -> None:
+        self._urls = tuple(urls)
+        self._find = find
+        self._introduction = ClusterMember(own_key, psk, os.urandom(LINK_ID_BYTES).hex(), own)
+        self._met: tuple[str, bytes] | None = None
+        self._ask_count = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        """It is there, or it is not."""
+        return False
+
+    @property
+    def introduction(self) -> Introduction:
+        """The cluster's secret, and an id that this end chose."""
+        return self._introduction
+
+    async def usable(self) -> Ways:
+        """Return the addresses."""
+        hello = encode_cluster_hello(self._introduction.link_id)
+        return Ways(direct_ways(self._urls), (), hello)
+
+    async def fresh(self) -> Ways:
+        """Return the addresses; from the second lost attempt on, with those found anew."""
+        self._ask_count += 1
+        if self._find is not None and self._met is not None and self._ask_count > 1:
+            found = await self._find(self._met[0])
+            self._urls = tuple(dict.fromkeys((*found, *self._urls)))[:_MAX_ADDRESSES]
+        return await self.usable()
+
+    def avoid(self, gateway_id: str | None) -> None:
+        """Do nothing: there are no gateways."""
+
+    def check(self, machine: Machine, key: X25519PublicKey) -> None:
+        """Hold to the machine that was met first."""
+        self._ask_count = 0
+        met = (machine.node_id, key.public_bytes_raw())
+        if self._met is None:
+            self._met = met
+        if self._met != met:
+            raise LinkEndedError(
+                f"Another machine answers at {self._urls[0]} than before: it says that it is "
+                f"{printable(machine.node_id, 64)}.",
+                hint="Look for nodes again with `linkcpp discover`.",
+                code="other_node",
+            )
+
+    async def close(self) -> None:
+        """Do nothing: the peer learns it over the link."""
+
+
+class OfferSupply:
+    """Fresh offers of a hub while there are any, the last one while its ticket holds."""
+
+    def __init__(
+        self, source: OfferSource, *, own_key: X25519PrivateKey, own: Machine, pin: Pin
     ) -> None:
         self._source = source
         self._own_key = own_key
-        self._own_node_id = own_node_id
+        self._own = own
         self._pin = pin
         self._offer: EdgeOffer | None = None
-        self._keys: EdgeKeys | None = None
+        self._introduction: KnownPeer | None = None
         self._avoided: dict[str, float] = {}
 
     @property
-    def keys(self) -> EdgeKeys | None:
+    def is_awaited(self) -> bool:
+        """The hub tells it to come."""
+        return True
+
+    @property
+    def introduction(self) -> Introduction | None:
         """Keys and ids of the edge; ``None`` before the first offer."""
-        return self._keys
+        return self._introduction
 
     def avoid(self, gateway_id: str | None) -> None:
         """Take another gateway for a while, where there is one."""
         if gateway_id is not None:
             self._avoided[gateway_id] = monotonic() + _AVOID_SECONDS
 
-    async def usable(self) -> EdgeOffer:
+    async def usable(self) -> Ways:
         """Return the last offer while its ticket holds, else a fresh one; raises as ``fresh``."""
         if self._offer is not None and self._holds(self._offer):
-            return self._offer
+            return _ways(self._offer)
         return await self.fresh()
 
-    async def fresh(self) -> EdgeOffer:
+    async def fresh(self) -> Ways:
         """Ask for an offer; where none can be had, return the last one while its ticket holds.
 
         Raises:
-            EdgeEndedError: there will be none any more, or the node is not the one it was.
+            LinkEndedError: there will be none any more, or the node is not the one it was.
             LinkcppError: there is none now.
         """
         now = monotonic()
         self._avoided = {known: until for known, until in self._avoided.items() if until > now}
         try:
             offer = await self._source.offer(tuple(self._avoided)[:MAX_GATEWAYS])
-        except EdgeEndedError:
+        except LinkEndedError:
             raise
         except LinkcppError:
             # The hub may be away for a moment; its gateways and the node need not be.
             if self._offer is not None and self._holds(self._offer):
-                return self._offer
+                return _ways(self._offer)
             raise
         self._take(offer)
-        return offer
+        return _ways(offer)
+
+    def check(self, machine: Machine, key: X25519PublicKey) -> None:
+        """Do nothing: the handshake is with the key that the hub named."""
 
     async def close(self) -> None:
         """Tell the source that the edge is not needed any more."""
@@ -79,28 +209,36 @@ class OfferSupply:
         # A key is pinned for a hub and a machine: both are what was dialled, not what is told.
         offered = Dialled(offer.hub_id, offer.peer_node_id)
         if offered != self._source.dialled or offer.role is not EdgeRole.BACKBONE:
-            raise EdgeEndedError(
+            raise LinkEndedError(
                 "The hub offers an edge to another machine than the one that was asked for.",
                 hint="Ask whoever runs the hub; until then do not use it.",
             )
         try:
             self._pin(offer.hub_id, offer.peer_node_id, offer.peer_public_key)
-            peer_key = parse_edge_key(offer.peer_public_key)
+            peer_key = parse_link_key(offer.peer_public_key)
         except LinkcppError as error:
-            raise EdgeEndedError(error.message, hint=error.hint) from error
+            raise LinkEndedError(error.message, hint=error.hint) from error
         except ValueError:
-            raise LinkcppError("The hub gave a key for the node that is none.") from None
-        keys = EdgeKeys(
-            self._own_key, peer_key, offer.edge_id, self._own_node_id, offer.peer_node_id
-        )
-        if self._keys is not None and _names(self._keys) != _names(keys):
-            raise EdgeEndedError("The hub offers another edge than before.")
-        self._offer, self._keys = offer, keys
+            raise LinkcppError("The hub gave a key for the node that is not usable.") from None
+        peer = Machine(offer.peer_node_id, offer.peer_name)
+        known = KnownPeer(self._own_key, peer_key, offer.edge_id, self._own, peer)
+        if self._introduction is not None and _names(self._introduction) != _names(known):
+            raise LinkEndedError("The hub offers another edge than before.")
+        self._offer, self._introduction = offer, known
 
     @staticmethod
     def _holds(offer: EdgeOffer) -> bool:
         return offer.expires_at > time.time() + _TICKET_RESERVE_SECONDS
 
 
-def _names(keys: EdgeKeys) -> tuple[str, str, str]:
-    return keys.edge_id, keys.node_id, encode(keys.peer_key.public_bytes_raw())
+def _ways(offer: EdgeOffer) -> Ways:
+    relay: tuple[Way, ...] = ()
+    if offer.relay_url is not None:
+        path = Path(PathKind.RELAY, offer.gateway_id, offer.gateway_name)
+        relay = (Way(path, offer.relay_url),)
+    hello = encode_hello(Hello(offer.role, offer.edge_id, offer.ticket))
+    return Ways(direct_ways(offer.direct_urls), relay, hello, offer.gateway_id, offer.gateway_name)
+
+
+def _names(known: KnownPeer) -> tuple[str, str, str]:
+    return known.link_id, known.peer.node_id, encode(known.peer_key.public_bytes_raw())

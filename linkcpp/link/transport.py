@@ -28,10 +28,11 @@ _MAX_REASON_BYTES = 123
 class TransportLostError(Exception):
     """The transport is gone, or never was; ``code`` is its close code where it has one."""
 
-    def __init__(self, reason: str, code: int | None = None) -> None:
+    def __init__(self, reason: str, code: int | None = None, *, is_refused: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.code = code
+        self.is_refused = is_refused
 
 
 class Transport(Protocol):
@@ -90,7 +91,8 @@ class DialledTransport:
         except LinkcppError as error:
             raise TransportLostError(str(error)) from error
         except (OSError, WebSocketException, ValueError) as error:
-            raise TransportLostError(in_words(error)) from error
+            is_refused = isinstance(error, ConnectionRefusedError)
+            raise TransportLostError(in_words(error), is_refused=is_refused) from error
         tune_transport(connection.transport)
         return cls(connection)
 

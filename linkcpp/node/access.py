@@ -14,6 +14,8 @@ from linkcpp.common.records import ErrorBody
 from linkcpp.registry.relay import DIRECT_PATH
 
 HEALTH_PATH = "/v1/health"
+# Who a request is of that came over a link, in the scope's state: no request can put it there.
+LINK_USER = "linkcpp.link_user"
 _OPEN = {("http", HEALTH_PATH), ("websocket", DIRECT_PATH)}
 MAX_BODY_BYTES = 64 * 1024
 BODY_DEADLINE_SECONDS = 10.0
@@ -29,9 +31,12 @@ _log = logging.getLogger(__name__)
 
 def _is_own_scrape(scope: Scope) -> bool:
     """Whether a program on this machine asks for the metrics, which hold nothing secret."""
-    peer = scope["client"][0] if scope.get("client") else ""
     is_metrics = scope["type"] == "http" and scope["path"] == METRICS_PATH
-    return is_metrics and is_this_machine(peer, scope["headers"])
+    return is_metrics and is_this_machine(_peer(scope), scope["headers"])
+
+
+def _peer(scope: Scope) -> str:
+    return scope["client"][0] if scope.get("client") else ""
 
 
 def is_routine(scope: Scope, status: int) -> bool:
@@ -45,40 +50,19 @@ def is_routine(scope: Scope, status: int) -> bool:
     return method == "GET" or is_part or path.endswith("/renew")
 
 
-class AgentTokens:
-    """The tokens that the agent takes: the cluster's, and those of edges while they live."""
-
-    def __init__(self, cluster_token: str) -> None:
-        self._cluster_token = cluster_token
-        self._of_edges: set[str] = set()
-
-    def add(self, token: str) -> None:
-        """Take the token of an edge from now on."""
-        self._of_edges.add(token)
-
-    def discard(self, token: str) -> None:
-        """Take it no more."""
-        self._of_edges.discard(token)
-
-    def takes(self, shown: str) -> bool:
-        """Whether a token is one of these, in a time that does not tell how near it came."""
-        known = [tokens_equal(shown, token) for token in (self._cluster_token, *self._of_edges)]
-        return any(known)
-
-
 class AccessControl:
-    """Lets in who shows a token of the agent's; proof of life is open to all.
+    """Lets in who comes over a link, and who shows the token on this machine.
 
-    So is the address for direct edges, where the first message has a ticket of the hub in it.
+    Proof of life is open to all, and so is the address of links, which have a handshake.
 
     Bodies are read here, whole and bounded in size and time, before a route sees them; only the
     echo, which counts bytes without keeping them, and the upload of a slice, which puts them on the
     disk, read their own.
     """
 
-    def __init__(self, app: ASGIApp, tokens: AgentTokens, failures: RateLimit) -> None:
+    def __init__(self, app: ASGIApp, token: str, failures: RateLimit) -> None:
         self._app = app
-        self._tokens = tokens
+        self._token = token
         self._failures = failures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,21 +89,26 @@ class AccessControl:
             await refuse(scope, send, *body)
 
     def _is_authorized(self, scope: Scope) -> bool:
+        if LINK_USER in scope.get("state", {}):
+            return True
+        # A token that came over a network was seen by everybody on the way.
+        if not is_this_machine(_peer(scope), scope["headers"]):
+            return False
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(values) != 1:
             return False
         scheme, _, shown = values[0].decode("latin-1").partition(" ")
-        return self._tokens.takes(shown.strip()) and scheme.lower() == "bearer"
+        return tokens_equal(shown.strip(), self._token) and scheme.lower() == "bearer"
 
     async def _turn_away(self, scope: Scope, send: Send) -> None:
-        host = scope["client"][0] if scope.get("client") else "unknown"
+        host = _peer(scope) or "unknown"
         wait_seconds = self._failures.take(host)
         if wait_seconds is None:
             _log.warning("%s was turned away: no token, or another one", host)
             body = ErrorBody(
                 code="wrong_token",
-                message="This call needs the cluster token.",
-                hint="`linkcpp token --show` on a machine that has it, `linkcpp token set` here.",
+                message="This call needs a link, or on this machine the cluster token.",
+                hint="Use linkcpp's own commands; `linkcpp token set` stores the token.",
             )
             await refuse(scope, send, 401, body, {"WWW-Authenticate": "Bearer"})
             return

@@ -14,25 +14,27 @@ from linkcpp.cluster.mdns import Advertisement, Advertiser, memory_class
 from linkcpp.cluster.measure import CPU, Promise, this_machine
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.http_server import make_server
+from linkcpp.common.http_server import BoundedServer, make_server
 from linkcpp.common.paths import data_folder, state_folder
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.fingerprint import read_devices
 from linkcpp.engine.probe import EngineProblemFound
 from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
 from linkcpp.engine.rpc_server import start_rpc_server
-from linkcpp.link.acceptor import EdgeAcceptor
-from linkcpp.node.access import AgentTokens
+from linkcpp.link.acceptor import LinkAcceptor, LinkUser
+from linkcpp.link.handshake import Machine, cluster_psk
+from linkcpp.link.noise import MAX_MESSAGE_BYTES
+from linkcpp.node.access import LINK_USER
 from linkcpp.node.app import create_app
-from linkcpp.node.connection import PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS
 from linkcpp.node.joining import Joining
 from linkcpp.node.limits import AGENT_BYTES, WORK_BYTES, promised
 from linkcpp.node.managed_program import resident_bytes
 from linkcpp.node.membership import Membership
-from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
 from linkcpp.node.servers import ServerManager
 from linkcpp.node.slice_store import SliceStore
+from linkcpp.node.targets import Targets
 from linkcpp.node.workers import WorkerManager
+from linkcpp.registry.keys import load_keys
 
 _ADVERTISE_SECONDS = 30.0
 _DEVICES_SECONDS = 15.0
@@ -55,7 +57,9 @@ class AgentOptions(NamedTuple):
 
 
 class NodeAgent:
-    """One machine's agent."""
+    """One machine's agent; ``links`` are there while it serves."""
+
+    links: LinkAcceptor
 
     def __init__(
         self,
@@ -68,8 +72,6 @@ class NodeAgent:
         core_count: int,
     ) -> None:
         self.token = token
-        self.tokens = AgentTokens(token)
-        self.edges: EdgeAcceptor | None = None
         self.identity = identity
         self._engine = engine
         self._options = options
@@ -159,15 +161,10 @@ class NodeAgent:
         Raises:
             RevokedError: the hub that this node joined turned it out.
         """
-        async with self._place_in_hub(joining) as membership:
+        server = self._begin_to_serve()
+        async with contextlib.aclosing(self.links), self._place_in_hub(joining) as membership:
             # A fetch from the hub that was interrupted goes on.
             self.slices.load()
-            server = make_server(
-                create_app(self),
-                max_message_bytes=BRIDGE_MAX_MESSAGE_BYTES,
-                ping_interval_seconds=PING_INTERVAL_SECONDS,
-                ping_timeout_seconds=PING_TIMEOUT_SECONDS,
-            )
             serving = asyncio.create_task(server.serve(sockets=sockets))
             stopping = asyncio.create_task(stop.wait())
             advertising = asyncio.create_task(self._advertise(sockets[0].getsockname()[1]))
@@ -186,6 +183,27 @@ class NodeAgent:
                 await serving
             if not staying.cancelled():
                 staying.result()
+
+    def _begin_to_serve(self) -> BoundedServer:
+        """Take links; the API answers on them as it does to programs on this machine."""
+
+        def make_api(user: LinkUser) -> asyncio.Protocol:
+            return server.new_protocol({LINK_USER: user})
+
+        targets = Targets(self.servers, self.workers, make_api)
+        self.links = LinkAcceptor(
+            own_key=load_keys().edge,
+            own=Machine(self.identity.node_id, self.identity.name),
+            serve=targets.serve,
+            psk=cluster_psk(self.token),
+        )
+        server = make_server(
+            create_app(self),
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            # A link asks itself whether its peer is there.
+            ping_interval_seconds=None,
+        )
+        return server
 
     @contextlib.asynccontextmanager
     async def _place_in_hub(self, joining: Joining | None) -> AsyncIterator[Membership | None]:

@@ -11,18 +11,15 @@ from starlette.types import ASGIApp
 from linkcpp import __version__
 from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.records import Health, NodeRecord
-from linkcpp.cluster.token import canonical_address, health_proof, is_challenge
-from linkcpp.common.access import RateLimit, peer_of, refuse
+from linkcpp.common.access import RateLimit, peer_of
 from linkcpp.common.api_errors import new_api
 from linkcpp.common.metrics import METRICS_PATH, metrics_response
 from linkcpp.common.records import ErrorBody
 from linkcpp.common.request_log import RequestLog
-from linkcpp.engine.pieces import PIECE_BYTES
-from linkcpp.link.acceptor import EdgeAcceptor
+from linkcpp.link.acceptor import LinkAcceptor
 from linkcpp.link.transport import AcceptedTransport
-from linkcpp.node.access import AccessControl, AgentTokens, is_routine
-from linkcpp.node.bridge import Bridge
-from linkcpp.node.limits import RefusedError, takes_pieces
+from linkcpp.node.access import AccessControl, is_routine
+from linkcpp.node.limits import RefusedError
 from linkcpp.node.metrics import node_metrics
 from linkcpp.node.records import (
     EchoAnswer,
@@ -55,12 +52,11 @@ class Agent(Protocol):
     """What the API needs of the agent behind it."""
 
     token: str
-    tokens: AgentTokens
     identity: Identity
     servers: ServerManager
     slices: SliceStore
     workers: WorkerManager
-    edges: EdgeAcceptor | None
+    links: LinkAcceptor
 
     async def describe(self) -> NodeRecord:
         """Tell what this machine has and offers now."""
@@ -72,42 +68,20 @@ def create_app(agent: Agent) -> ASGIApp:
     app = new_api("linkcpp node agent", defect=_DEFECT)
     _add_node_routes(app, agent)
     _add_server_routes(app, agent.servers)
-    _add_bridge(app, agent.servers)
-    _add_direct_edges(app, agent)
+    _add_direct_links(app, agent)
     add_slice_routes(app, agent.slices)
     add_worker_routes(app, agent.workers)
     _add_errors(app)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
-    app.add_middleware(AccessControl, tokens=agent.tokens, failures=RateLimit())
+    app.add_middleware(AccessControl, token=agent.token, failures=RateLimit())
     return RequestLog(app, is_routine)
 
 
 def _add_node_routes(app: FastAPI, agent: Agent) -> None:
     @app.get("/v1/health", tags=["node"], summary="Proof of life; the only call without a token")
-    async def health(
-        request: Request,
-        challenge: Annotated[
-            str | None, Query(description="16 to 128 characters of A-Z a-z 0-9 - _")
-        ] = None,
-    ) -> Health:
+    async def health() -> Health:
         who = agent.identity
-        address = proof = None
-        if challenge is not None:
-            if not is_challenge(challenge):
-                raise RefusedError(
-                    400, "bad_challenge", "That is no challenge: 16 to 128 of A-Za-z0-9-_"
-                )
-            address = canonical_address(*request.scope["server"])
-            proof = health_proof(
-                agent.token, challenge=challenge, node_id=who.node_id, address=address
-            )
-        return Health(
-            agent_version=__version__,
-            node_id=who.node_id,
-            name=who.name,
-            address=address,
-            proof=proof,
-        )
+        return Health(agent_version=__version__, node_id=who.node_id, name=who.name)
 
     @app.get("/v1/node", tags=["node"], summary="What this machine has and offers")
     async def node() -> NodeRecord:
@@ -148,7 +122,7 @@ def _add_node_routes(app: FastAPI, agent: Agent) -> None:
                 agent.servers.records(),
                 agent.workers.records(),
                 agent.slices.records(),
-                agent.edges.status() if agent.edges else (),
+                agent.links.status(),
             )
         )
 
@@ -196,34 +170,11 @@ def _add_server_routes(app: FastAPI, servers: ServerManager) -> None:
         return await asyncio.to_thread(servers.logs, ServerId(server_id), tail)
 
 
-def _add_bridge(app: FastAPI, servers: ServerManager) -> None:
-    @app.websocket("/v1/servers/{server_id}/bridge")
-    async def bridge(websocket: WebSocket, server_id: str) -> None:
-        try:
-            server = servers.claim(ServerId(server_id), peer_of(websocket))
-        except RefusedError as error:
-            await refuse(websocket.scope, websocket.send, error.status, error.body())
-            return
-        piece_bytes = PIECE_BYTES if takes_pieces(server.request.device) else None
-        link = Bridge(
-            websocket, server.what, server.port, account=server.account, piece_bytes=piece_bytes
-        )
-        reason = "the agent ended it"
-        try:
-            reason = await server.run_bridge(link)
-        finally:
-            servers.release(server, reason)
-
-
-def _add_direct_edges(app: FastAPI, agent: Agent) -> None:
+def _add_direct_links(app: FastAPI, agent: Agent) -> None:
     @app.websocket(DIRECT_PATH)
-    async def edge(websocket: WebSocket) -> None:
-        if agent.edges is None:
-            body = ErrorBody(code="not_joined", message="This node did not join a hub.")
-            await refuse(websocket.scope, websocket.send, 404, body)
-            return
+    async def link(websocket: WebSocket) -> None:
         await websocket.accept()
-        await agent.edges.accept_direct(AcceptedTransport(websocket))
+        await agent.links.accept_direct(AcceptedTransport(websocket))
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -233,7 +184,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:
-    """Write the OpenAPI description, with the token and the WebSocket, which FastAPI leaves out."""
+    """Write the OpenAPI description, with the token, which FastAPI leaves out."""
     if app.openapi_schema:
         return app.openapi_schema
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
@@ -242,19 +193,6 @@ def _describe(app: FastAPI) -> dict[str, Any]:
     }
     schema["security"] = [{"clusterToken": []}]
     schema["paths"]["/v1/health"]["get"]["security"] = []
-    for path, what in (
-        ("/v1/servers/{server_id}", "rpc-server"),
-        ("/v1/workers/{worker_id}", "worker"),
-    ):
-        known = schema["paths"][path]["get"]
-        schema["paths"][f"{path}/bridge"] = {
-            "get": {
-                "tags": known["tags"],
-                "summary": f"WebSocket to the {what}; docs/wire.md has its messages",
-                "parameters": known["parameters"],
-                "responses": {"101": {"description": "The bridge is open"}},
-            }
-        }
     refused = {
         "description": "Refused, with the reason and the way out",
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}},

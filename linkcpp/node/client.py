@@ -1,18 +1,18 @@
 """The client of a node agent's HTTP API, for coordinators and tools."""
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from websockets.asyncio.client import ClientConnection
-
-from linkcpp.cluster.probe import measure_link
 from linkcpp.cluster.records import LinkSpeed, NodeRecord
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
+from linkcpp.link.status import link_way
+from linkcpp.link.transport import TransportLostError
 from linkcpp.model.slices.manifest import Manifest, read_manifest
 from linkcpp.node.connection import (
-    EdgePort,
     NodeConnection,
     NodeError,
     NodeRefusedError,
@@ -41,7 +41,6 @@ from linkcpp.node.records import (
 from linkcpp.node.slice_files import manifest_segments, slice_id
 
 __all__ = [
-    "EdgePort",
     "NodeClient",
     "NodeError",
     "NodeRefusedError",
@@ -50,13 +49,22 @@ __all__ = [
     "WrongTokenError",
 ]
 
+LINK_SECONDS = 1.5
+
 _POLL_SECONDS = 0.2
+_RTT_PINGS = 8
+_ECHO_BYTES = (2**18, 2**20, 2**22)
+_ECHO_LONG_ENOUGH_SECONDS = 0.05
 _PART_BYTES = 16 * 2**20
 _BYTES = "application/octet-stream"
 
 
 class NodeClient(NodeConnection):
     """One node's API, for use as an asynchronous context manager; ``NodeConnection`` has more."""
+
+    def way(self) -> str:
+        """Say in words which way the link takes now, and why."""
+        return link_way(self.link.status())
 
     async def node(self) -> NodeRecord:
         """Ask what the node has and offers.
@@ -101,13 +109,37 @@ class NodeClient(NodeConnection):
         answer = await self._call("GET", f"/v1/servers/{server_id}/logs?tail={int(tail)}")
         return answer.decode(errors="replace")
 
-    async def measure_link(self) -> LinkSpeed:
-        """Measure the round trip and the throughput to the node."""
-        await self._ensure_trusted()
-        link = await measure_link(self._http, self._base, self._token)
-        if link is None:
+    async def measure_link(self, *, deadline_seconds: float = LINK_SECONDS) -> LinkSpeed:
+        """Measure the round trip and the throughput to the node.
+
+        The round trip is the best of several, the throughput that of the largest echo that was
+        sent: sizes grow until one takes long enough to tell. Measure one node at a time: several
+        would divide this machine's own connection between them.
+        """
+        rtt_ms: float | None = None
+        rate: float | None = None
+        # A slow or lossy link, or a peer that stalls: what was measured until then counts.
+        with contextlib.suppress(NodeError, TransportLostError, TimeoutError):
+            async with asyncio.timeout(deadline_seconds):
+                rtt_ms = await self.measure_rtt()
+                for size in _ECHO_BYTES:
+                    start = time.perf_counter()
+                    await self.echo(bytes(size))
+                    took = time.perf_counter() - start
+                    rate = size / max(took - rtt_ms / 1000, 1e-6)
+                    if took > _ECHO_LONG_ENOUGH_SECONDS:
+                        break
+        if rtt_ms is None:
             raise self._node.unreachable(TimeoutError())
-        return link
+        return LinkSpeed(rtt_ms=rtt_ms, bytes_per_second=rate)
+
+    async def measure_rtt(self) -> float:
+        """Return the shortest of several round trips, in milliseconds.
+
+        Raises:
+            TransportLostError: no path carries the link now.
+        """
+        return min([await self.link.ping() for _ in range(_RTT_PINGS)])
 
     async def echo(self, content: bytes) -> int:
         """Send bytes that the node counts and drops; return how many it took."""
@@ -115,14 +147,6 @@ class NodeClient(NodeConnection):
             "POST", "/v1/echo", content, content_type=_BYTES, timeout_seconds=60.0
         )
         return self._node.parse(EchoAnswer, answer).received_bytes
-
-    async def open_bridge(self, server_id: ServerId) -> ClientConnection:
-        """Open the WebSocket to the rpc-server; ``linkcpp.node.tunnel`` speaks its protocol.
-
-        Raises:
-            NodeRefusedError: ``already_bridged``, ``unknown_server``, ``server_failed``.
-        """
-        return await self._open_websocket(f"/v1/servers/{server_id}/bridge")
 
     async def slices(self) -> SliceList:
         """List the slices of the node, and ask how much room it has for more."""
@@ -259,14 +283,6 @@ class NodeClient(NodeConnection):
         """Fetch the last lines that the worker and its rpc-server printed."""
         answer = await self._call("GET", f"/v1/workers/{worker_id}/logs?tail={int(tail)}")
         return answer.decode(errors="replace")
-
-    async def open_worker_bridge(self, worker_id: WorkerId) -> ClientConnection:
-        """Open a WebSocket to the worker; ``linkcpp.node.worker_tunnel`` speaks its protocol.
-
-        Raises:
-            NodeRefusedError: ``already_bridged``, ``unknown_worker``, ``worker_failed``, ….
-        """
-        return await self._open_websocket(f"/v1/workers/{worker_id}/bridge")
 
 
 def _read_part(path: Path, offset: int) -> bytes:

@@ -1,35 +1,23 @@
-"""Calls to a node agent: proof before trust, bounds on what a peer costs, errors in words."""
+"""Calls to a node agent over a link: bounds on what a peer costs, errors in words."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
-from urllib.parse import urlsplit, urlunsplit
 
 import httpx
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import InvalidStatus, WebSocketException
 
-from linkcpp.cluster.config import node_url
 from linkcpp.cluster.records import Health, NodeId
-from linkcpp.cluster.token import canonical_address, make_challenge, verify_health_proof
 from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.http_client import RemoteService, ServiceError, read_bounded
 from linkcpp.common.request_ids import request_id_headers
-from linkcpp.common.sockets import tune_transport
 from linkcpp.common.text import printable
-from linkcpp.node.records import BRIDGE_MAX_MESSAGE_BYTES
-
-PING_INTERVAL_SECONDS = 5.0
-PING_TIMEOUT_SECONDS = 30.0
+from linkcpp.link.endpoint import LinkEndpoint
+from linkcpp.link.http import link_transport
+from linkcpp.node.records import API_TARGET
 
 _MAX_ANSWER_BYTES = 16 * 2**20
-_WRITE_LIMIT_BYTES = 512 * 1024
-_HINT_REACH = "See that `linkcpp node` runs there and that no firewall blocks its port."
-_HINT_TOKEN = (
-    "Give both machines one token: `linkcpp token --show | ssh OTHER linkcpp token set`, "  # noqa: S105
-    "then restart `linkcpp node` there."
-)
+_BASE = "http://node"
+_HINT_REACH = "See that its agent runs there, and that no firewall blocks its port."
 
 
 class NodeError(ServiceError):
@@ -37,7 +25,7 @@ class NodeError(ServiceError):
 
 
 class NodeUnreachableError(NodeError):
-    """The agent did not answer, or what answered is no node agent."""
+    """The agent did not answer, or what answered is not a node agent."""
 
 
 class WrongTokenError(NodeError):
@@ -52,46 +40,29 @@ class OtherNodeError(NodeError):
     """What answers says that it is another machine than the one that is proved to be there."""
 
 
-class EdgePort(NamedTuple):
-    """A port of this machine's loopback at which the edge to one node begins."""
-
-    number: int
-    node_id: NodeId
-
-
 class NodeConnection(AsyncClosing):
-    """Authenticated calls to one node, for use as an asynchronous context manager.
+    """Calls to one node, for use as an asynchronous context manager.
 
-    The token goes out only after the host has proved that it knows it too (``health``), which the
-    first call sees to; all later connections go to the very address that gave the proof.
-
-    Behind the port of an ``edge`` there can be nobody but its node, whom the edge itself has
-    proved; ``url`` is then what the node is called, and ``way`` tells how the edge gets there.
-
-    Whichever of the two proved it: an answer in which the node calls itself another one is refused.
+    ``url`` is what the node is called. The link has proved which node is at its other end; an
+    answer in which that one calls itself another is refused. With ``owns_link`` the link is closed
+    with the client.
     """
 
     def __init__(
         self,
         url: str,
-        token: str,
+        link: LinkEndpoint,
         *,
         timeout_seconds: float = 10.0,
-        edge: EdgePort | None = None,
-        way: Callable[[], str | None] = lambda: None,
+        owns_link: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
-        self._token = token
+        self.link = link
+        self._owns_link = owns_link
         self._node = RemoteService("node", self.url, _HINT_REACH, NodeUnreachableError)
         self._timeout_seconds = timeout_seconds
-        self.way = way
-        self._is_proven = edge is not None
-        self._node_id = edge.node_id if edge else None
-        self._base = node_url("127.0.0.1", edge.number) if edge else self.url
-        self._is_trusted = self._is_proven
-        self._trusting = asyncio.Lock()
-        # Neither proxies nor credentials from the environment: the token is for this host alone.
         self._http = httpx.AsyncClient(
+            transport=link_transport(link, API_TARGET),
             timeout=timeout_seconds,
             trust_env=False,
             follow_redirects=False,
@@ -101,37 +72,18 @@ class NodeConnection(AsyncClosing):
     async def aclose(self) -> None:
         """Close the connections."""
         await self._http.aclose()
+        if self._owns_link:
+            await self.link.aclose()
 
     async def health(self) -> Health:
-        """Ask who is there, and have it prove that it knows the token.
+        """Ask who is there.
 
         Raises:
-            NodeUnreachableError: nothing answers, or it is no node agent.
-            OtherNodeError: it is not the node that it was, or that the edge leads to.
-            WrongTokenError: it knows another token, or passes on somebody else's proof.
+            NodeUnreachableError: nothing answers, or it is not a node agent.
+            OtherNodeError: it is not the node that the link leads to.
         """
-        challenge = make_challenge()
-        request = self._http.build_request(
-            "GET",
-            f"{self._base if self._is_proven else self.url}/v1/health",
-            params={} if self._is_proven else {"challenge": challenge},
-            headers=request_id_headers(),
-        )
-        async with self._exchange(request) as response:
-            # Before the body: a host that closes after its answer has no address any more.
-            peer = response.extensions["network_stream"].get_extra_info("server_addr")
-            body = await read_bounded(response, _MAX_ANSWER_BYTES)
-        if peer is None:
-            raise self._node.unreachable(ConnectionError("it closed the connection at once"))
-        if response.status_code != httpx.codes.OK:
-            raise self._refusal(response.status_code, body)
-        health = self._node.parse(Health, body)
-        if not self._is_proven:
-            self._verify(health, challenge, canonical_address(peer[0], peer[1]))
+        health = self._node.parse(Health, await self._call("GET", "/v1/health"))
         self._hold_to(health.node_id)
-        if not self._is_proven and urlsplit(self.url).scheme == "http":
-            self._base = node_url(peer[0], peer[1]) + urlsplit(self.url).path
-        self._is_trusted = True
         return health
 
     def _hold_to(self, told: NodeId) -> None:
@@ -140,68 +92,14 @@ class NodeConnection(AsyncClosing):
         Raises:
             OtherNodeError: they name another one.
         """
-        if self._node_id is None:
-            self._node_id = told
-        if told != self._node_id:
+        proved = self.link.peer.node_id
+        if told != proved:
             raise OtherNodeError(
                 f"The node at {self.url} says that it is {printable(told, 64)}, but it has proved "
-                f"to be {self._node_id}.",
+                f"to be {printable(proved, 64)}.",
                 hint="Find out what runs there: a node can only be used as itself.",
                 code="other_node",
             )
-
-    def _verify(self, health: Health, challenge: str, peer_address: str) -> None:
-        address, proof = health.address or "", health.proof or ""
-        if not verify_health_proof(
-            self._token, proof, challenge=challenge, node_id=health.node_id, address=address
-        ):
-            raise WrongTokenError(
-                f"The node {printable(health.name)} at {self.url} has another cluster token.",
-                hint=_HINT_TOKEN,
-                code="wrong_token",
-            )
-        # Over TLS the certificate tells who is there; a proxy in front has an address of its own.
-        if urlsplit(self.url).scheme == "http" and address != peer_address:
-            raise WrongTokenError(
-                f"{self.url} answers with the proof of a node at {printable(address)}, as somebody "
-                "in between would.",
-                hint="Name the node by the address that it has itself; behind an address "
-                "translation, use https or a tunnel (ssh -L).",
-                code="address_differs",
-            )
-
-    async def _open_websocket(self, path: str) -> ClientConnection:
-        await self._ensure_trusted()
-        parts = urlsplit(self._base)
-        scheme = "wss" if parts.scheme == "https" else "ws"
-        try:
-            connection = await connect(
-                urlunsplit((scheme, parts.netloc, parts.path + path, "", "")),
-                additional_headers=self._headers(),
-                compression=None,
-                proxy=None,
-                open_timeout=self._timeout_seconds,
-                ping_interval=PING_INTERVAL_SECONDS,
-                ping_timeout=PING_TIMEOUT_SECONDS,
-                close_timeout=2.0,
-                max_size=BRIDGE_MAX_MESSAGE_BYTES,
-                write_limit=_WRITE_LIMIT_BYTES,
-            )
-        except InvalidStatus as error:
-            body = bytes(error.response.body or b"")
-            raise self._refusal(error.response.status_code, body) from None
-        except (OSError, WebSocketException, ValueError) as error:
-            raise self._node.unreachable(error) from error
-        tune_transport(connection.transport)
-        return connection
-
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._token}", **request_id_headers()}
-
-    async def _ensure_trusted(self) -> None:
-        async with self._trusting:
-            if not self._is_trusted:
-                await self.health()
 
     async def _call(
         self,
@@ -212,13 +110,12 @@ class NodeConnection(AsyncClosing):
         content_type: str = "application/json",
         timeout_seconds: float | None = None,
     ) -> bytes:
-        await self._ensure_trusted()
-        headers = self._headers()
+        headers = request_id_headers()
         if content is not None:
             headers["Content-Type"] = content_type
         request = self._http.build_request(
             method,
-            self._base + path,
+            _BASE + path,
             content=content,
             headers=headers,
             timeout=timeout_seconds or self._timeout_seconds,
@@ -226,7 +123,9 @@ class NodeConnection(AsyncClosing):
         async with self._exchange(request) as response:
             body = await read_bounded(response, _MAX_ANSWER_BYTES)
         if not response.is_success:
-            raise self._refusal(response.status_code, body)
+            told = self._node.told(response.status_code, body)
+            message = f"{self.url}: {told.message}"
+            raise NodeRefusedError(message, hint=told.hint, code=told.code, told=told.message)
         return body
 
     @asynccontextmanager
@@ -242,14 +141,3 @@ class NodeConnection(AsyncClosing):
                     await response.aclose()
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
             raise self._node.unreachable(error) from error
-
-    def _refusal(self, status: int, body: bytes) -> NodeError:
-        told = self._node.told(status, body)
-        if status == httpx.codes.UNAUTHORIZED:
-            return WrongTokenError(
-                f"The node at {self.url} does not take this machine's token.",
-                hint=_HINT_TOKEN,
-                code=told.code,
-            )
-        message = f"{self.url}: {told.message}"
-        return NodeRefusedError(message, hint=told.hint, code=told.code, told=told.message)

@@ -8,8 +8,7 @@ from linkcpp.cluster.addresses import own_addresses
 from linkcpp.cluster.config import node_url
 from linkcpp.cluster.identity import Identity
 from linkcpp.cluster.records import NodeRecord
-from linkcpp.link.acceptor import EdgeAcceptor
-from linkcpp.node.access import AgentTokens
+from linkcpp.link.acceptor import HubIntroduction, LinkAcceptor
 from linkcpp.node.membership import Membership
 from linkcpp.node.records import SliceState
 from linkcpp.node.slice_store import SliceStore
@@ -19,16 +18,13 @@ from linkcpp.registry.fields import MAX_MODELS_HELD, MAX_SEGMENTS
 from linkcpp.registry.keys import load_keys
 from linkcpp.registry.records import HeldUnits
 
-_LOOPBACK = "127.0.0.1"
-
 
 class _Joiner(Protocol):
     """What is needed of the agent that joins."""
 
     identity: Identity
-    tokens: AgentTokens
     slices: SliceStore
-    edges: EdgeAcceptor | None
+    links: LinkAcceptor
 
     async def describe(self) -> NodeRecord:
         """Tell what this machine has and offers now."""
@@ -36,22 +32,19 @@ class _Joiner(Protocol):
 
 
 class Joining:
-    """The hub to join, and where the agent listens.
+    """The hub to join, and where the agent listens for direct links, if it does.
 
-    Edges end at ``agent_port`` of loopback. Where the agent listens for direct links too, that is
-    at ``direct_port`` of ``host`` (``None``: all interfaces).
+    That is at ``direct_port`` of ``host`` (``None``: all interfaces).
     """
 
     def __init__(
         self,
         credentials: HubCredentials,
         *,
-        agent_port: int,
         host: str | None,
         direct_port: int | None,
     ) -> None:
         self._credentials = credentials
-        self._agent_port = agent_port
         self._host = host
         self._direct_port = direct_port
 
@@ -69,26 +62,18 @@ class Joining:
         """Connect an agent with the hub while the block runs."""
         keys = load_keys()
         hub = joined_client(self._credentials.url, identity=agent.identity, keys=keys)
-        edges = EdgeAcceptor(
-            own_key=keys.edge,
-            own_node_id=agent.identity.node_id,
-            hub=self._credentials.hub_key,
-            agent_address=(_LOOPBACK, self._agent_port),
-            tokens=agent.tokens,
-            clock=hub.ticket_time,
-        )
-        agent.edges, agent.slices.hub = edges, hub
+        agent.links.hub = HubIntroduction(self._credentials.hub_key, hub.ticket_time)
+        agent.slices.hub = hub
         try:
             yield Membership(
                 hub,
-                edges,
+                agent.links,
                 describe=agent.describe,
                 held=lambda: _held(agent.slices),
                 direct_urls=self.direct_urls,
             )
         finally:
-            agent.edges = agent.slices.hub = None
-            await edges.aclose()
+            agent.links.hub = agent.slices.hub = None
             await hub.aclose()
 
     def _addresses(self, scheme: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Programs that an agent runs for others: each with a lease, a bridge or several, and an end."""
+"""Programs that an agent runs for others: each with a lease, streams to it, and an end."""
 
 import asyncio
 import contextlib
@@ -8,16 +8,16 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import monotonic
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import psutil
 
 from linkcpp.cluster.measure import CPU
 from linkcpp.common.text import printable
 from linkcpp.engine.process import SupervisedProcess, tail_log
-from linkcpp.node.bridge import Bridge
+from linkcpp.link.acceptor import LinkUser
 from linkcpp.node.limits import RefusedError
-from linkcpp.node.records import BridgeCloseCode, ServerState
+from linkcpp.node.records import ServerState
 
 # Ended programs stay listed, so that a coordinator can still read why: this many.
 _REMEMBERED = 32
@@ -33,6 +33,24 @@ class Holding(NamedTuple):
     memory_bytes: int
     overhead_bytes: int
     resident_bytes: int
+
+
+class UsingStream(Protocol):
+    """A stream that uses a program."""
+
+    @property
+    def user(self) -> LinkUser:
+        """Whose it is."""
+        ...
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether its client waits for an answer of an rpc-server."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """End, because the program did."""
+        ...
 
 
 class ManagedProgram:
@@ -61,9 +79,7 @@ class ManagedProgram:
         self.process: SupervisedProcess | None = None
         self.descendants: tuple[psutil.Process, ...] = ()
         self.port = 0
-        # A bridge is claimed before its WebSocket is open.
-        self.claim_count = 0
-        self._bridges: set[Bridge] = set()
+        self.streams: set[UsingStream] = set()
         self._lease_seconds = lease_seconds
         self.lease_ends = 0.0
         self.renew()
@@ -98,31 +114,21 @@ class ManagedProgram:
 
     async def owes_nothing(self) -> bool:
         """Whether no client waits for an answer; known without asking the program."""
-        return not any(bridge.is_owed for bridge in self._bridges)
+        return not any(stream.is_owed for stream in self.streams)
 
-    async def run_bridge(self, bridge: Bridge) -> str:
-        """Let a bridge that has claimed it serve its client; return why it ended."""
-        self._bridges.add(bridge)
-        if not self.is_alive:
-            bridge.end(*self._closing_words())
-        try:
-            return await bridge.run()
-        finally:
-            self._bridges.discard(bridge)
+    @property
+    def stream_count(self) -> int:
+        """How many streams use it."""
+        return len(self.streams)
 
     def end(self, state: ServerState, detail: str) -> None:
-        """Note the end, the first reason given stays, and end the bridges with it."""
+        """Note the end, the first reason given stays, and end the streams with it."""
         if not self.is_alive:
             return
         self.state = state
         self.detail = detail
-        for bridge in self._bridges:
-            bridge.end(*self._closing_words())
-
-    def _closing_words(self) -> tuple[BridgeCloseCode, str]:
-        failed = self.state is ServerState.FAILED
-        code = BridgeCloseCode.SERVER_FAILED if failed else BridgeCloseCode.SERVER_STOPPED
-        return code, self.detail or f"the {self.what} ended"
+        for stream in list(self.streams):
+            stream.end(f"the {self.what} ended: {detail}")
 
 
 M = TypeVar("M", bound=ManagedProgram)
@@ -131,13 +137,14 @@ M = TypeVar("M", bound=ManagedProgram)
 class ProgramManager(Generic[M]):
     """Keeps programs of one kind, and ends them when nobody wants them any more.
 
-    ``max_bridges`` is how many clients one program serves at a time.
+    ``max_streams`` is how many streams one program serves at a time; with ``None`` any number, but
+    of one link only.
     """
 
-    def __init__(self, what: str, code: str, *, max_bridges: int) -> None:
+    def __init__(self, what: str, code: str, *, max_streams: int | None) -> None:
         self._what = what
         self._code = code
-        self._max_bridges = max_bridges
+        self._max_streams = max_streams
         self._items: dict[str, M] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._is_closing = False
@@ -173,11 +180,11 @@ class ProgramManager(Generic[M]):
             lines += tail_log(path, tail)
         return "".join(f"{line}\n" for line in lines[-tail:])
 
-    def claim(self, key: str, peer: str) -> M:
-        """Take a program for a bridge; ``release`` gives it back.
+    def claim(self, key: str, stream: UsingStream) -> M:
+        """Take a program for a stream; ``release`` gives it back.
 
         Raises:
-            RefusedError: it has bridges enough already, or is not ready.
+            RefusedError: it is used enough already, or is not ready.
         """
         item = self.get(key)
         if item.state is not ServerState.READY:
@@ -185,23 +192,26 @@ class ProgramManager(Generic[M]):
             raise RefusedError(
                 409, f"{self._code}_{item.state}", f"The {self._what} is {item.state}{why}."
             )
-        if item.claim_count >= self._max_bridges:
+        links = {used.user.link_id for used in item.streams}
+        is_taken = self._max_streams is None and links and stream.user.link_id not in links
+        if is_taken or item.stream_count == self._max_streams:
             raise RefusedError(
                 409,
-                "already_bridged",
-                f"This {self._what} has {item.claim_count} bridges already, and serves "
-                f"{self._max_bridges} at a time.",
+                "in_use",
+                f"This {self._what} is in use by as many as it serves at a time.",
                 hint="Close one of them first, or ask for another.",
             )
-        item.claim_count += 1
-        _log.info("%s uses %s", peer, item.label)
+        if stream.user.link_id not in links:
+            _log.info("%s uses %s", printable(stream.user.machine.name, 64), item.label)
+        item.streams.add(stream)
         return item
 
-    def release(self, item: M, reason: str) -> None:
-        """Give a program back when its bridge has ended for ``reason``; the lease starts again."""
-        _log.info("a bridge to %s ended: %s", item.label, reason)
-        item.claim_count -= 1
-        item.renew()
+    def release(self, key: str, stream: UsingStream) -> None:
+        """Give a program back when a stream has ended; the lease starts again."""
+        item = self._items.get(key)
+        if item is not None:
+            item.streams.discard(stream)
+            item.renew()
 
     async def delete(self, key: str, peer: str) -> None:
         """End a program and return when its memory is free; fine when it is gone."""
@@ -249,7 +259,7 @@ class ProgramManager(Generic[M]):
         exited = asyncio.create_task(process.wait())
         while not exited.done():
             await asyncio.wait({exited}, timeout=_TICK_SECONDS)
-            is_idle = item.is_alive and not item.claim_count
+            is_idle = item.is_alive and not item.streams
             if is_idle and monotonic() > item.lease_ends:
                 _log.warning("nobody renewed the lease of %s: it ends", item.label)
                 await self._end(item, "its lease ended")

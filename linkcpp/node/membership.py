@@ -52,7 +52,7 @@ class EdgeTaker(Protocol):
         """
         ...
 
-    async def close_edge(self, edge_id: str) -> None:
+    async def close_link(self, link_id: str) -> None:
         """End an edge."""
         ...
 
@@ -132,7 +132,7 @@ class Membership:
                 for offer in answer.offers:
                     await self._take_part(offer)
                 for edge_id in answer.close_edges:
-                    await self._edges.close_edge(edge_id)
+                    await self._edges.close_link(edge_id)
             sequence += 1
             await self._wait_for_news(told, pause_seconds)
 
@@ -170,7 +170,7 @@ class Membership:
         if isinstance(event, EdgeEvent):
             await self._take_part(event.offer)
         elif isinstance(event, CloseEvent):
-            await self._edges.close_edge(event.edge_id)
+            await self._edges.close_link(event.edge_id)
         elif isinstance(event, ProbeEvent):
             self._wake.set()
         else:

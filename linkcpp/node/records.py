@@ -2,7 +2,7 @@
 
 | call | body | answer |
 | --- | --- | --- |
-| ``GET /v1/health?challenge=C`` | | ``linkcpp.cluster.records.Health`` (no token) |
+| ``GET /v1/health`` | | ``linkcpp.cluster.records.Health`` (no token) |
 | ``GET /v1/node`` | | ``linkcpp.cluster.records.NodeRecord`` |
 | ``POST /v1/servers`` | ``ServerRequest`` | 201 ``ServerRecord`` |
 | ``GET /v1/servers`` | | ``ServerList`` |
@@ -12,7 +12,6 @@
 | ``GET /v1/servers/{id}/logs?tail=N`` | | text |
 | ``POST /v1/echo`` | bytes | ``EchoAnswer``, for measuring the link |
 | ``GET /v1/openapi.json`` | | the OpenAPI description of all this |
-| ``GET /v1/servers/{id}/bridge`` | WebSocket | see ``docs/wire.md`` |
 | ``POST /v1/slices`` | ``SliceRequest`` | 202 ``SliceRecord``: the node fetches it by itself |
 | ``PUT /v1/slices/{id}/manifest`` | ``linkcpp.model.slices.manifest.Manifest`` | ``SliceRecord`` |
 | ``PUT /v1/slices/{id}?offset=N`` | bytes of the file from N on | ``SliceRecord`` |
@@ -26,27 +25,17 @@
 | ``POST /v1/workers/{id}/renew`` | | ``WorkerRecord`` (the lease starts again) |
 | ``DELETE /v1/workers/{id}`` | | 204, also when it is already gone |
 | ``GET /v1/workers/{id}/logs?tail=N`` | | text |
-| ``GET /v1/workers/{id}/bridge`` | WebSocket | see ``docs/wire.md`` |
 
-Authentication: ``Authorization: Bearer <cluster token>``. Errors: ``ErrorBody`` with a 4xx status.
+Authentication: none over a link, ``Authorization: Bearer <cluster token>`` on loopback. Errors:
+``ErrorBody`` with a 4xx status.
 The agent listens on ``linkcpp.cluster.config.DEFAULT_AGENT_PORT`` unless told otherwise.
 
-Proof before trust. mDNS lets anybody on the network claim to be a node, so a client shows the
-token only to a host that has proved that it knows it. The client sends a fresh random ``challenge``
-(16 to 128 characters of ``A-Z a-z 0-9 - _``; anything else is a 400) with the health call, and the
-agent answers with ``address``, the local address and port of the socket that the request came in on
-(``scope["server"]``, written by ``linkcpp.cluster.token.canonical_address(host, port)``), and
-``proof = linkcpp.cluster.token.health_proof(token, challenge=…, node_id=…, address=…)``. The
-address is part of the proof so that a rogue cannot pass the challenge on to a real node and claim
-its answer. Without a challenge, both stay ``None``. ``docs/security.md`` says what this protects.
-
-The bridge. One WebSocket serves one rpc-server for the life of a deployment. llama-server opens
-many short RPC connections one after the other (about 170 while loading a 30-layer model), so they
-are carried inside the one WebSocket: text frame ``open`` starts a connection, binary frames are its
-bytes in both directions, text frame ``close`` ends it, and every connection gets exactly one
-``close`` from each side. At most one connection is open at a time, as the rpc-server serves one
-client. Text frame ``ack N`` tells that N bytes were passed on since the WebSocket began: a side may
-be at most ``BRIDGE_WINDOW_BYTES`` ahead of it. ``docs/wire.md`` has the rules and the close codes.
+Links. Other machines call this API over a link (``linkcpp.link``), whose handshake has proved who
+they are; they need no token. With the token it answers only to programs on this machine, so the
+token is never on a network. A stream of a link names its target: ``api`` is this API,
+``server/ID`` an rpc-server and ``worker/ID`` an expert worker. llama-server opens many short RPC
+connections one after the other (about 170 while loading a 30-layer model), a stream for each; those
+to one rpc-server wait for each other, since it serves one client. ``docs/wire.md`` has the rules.
 
 Slices. An id follows from the model and the segments (``linkcpp.node.slice_files.slice_id``), so
 the same slice has the same id on every node. A node gets a slice in one of two ways. It fetches it:
@@ -57,11 +46,11 @@ then held to. Or it is sent it: first the manifest, then the file's bytes from
 another hash is refused and dropped. Both go on after an interruption, also one of the agent.
 
 Workers. ``POST /v1/workers`` answers at once; the worker is ready when its slabs are in the memory
-of its rpc-server. Its bridge carries compute frames, the first of which has the worker's own token;
-up to eight bridges may be open to one worker.
+of its rpc-server. Its streams carry compute frames, the first of which has the worker's own token;
+up to eight may be open to one worker.
 """
 
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import NewType, Self
 
 from pydantic import Field, model_validator
@@ -76,23 +65,19 @@ WorkerId = NewType("WorkerId", str)
 
 MAX_SEGMENTS = 512
 
-BRIDGE_OPEN = "open"
-BRIDGE_CLOSE = "close"
-BRIDGE_ACK = "ack"
-BRIDGE_WINDOW_BYTES = 8 * 2**20
-BRIDGE_MAX_MESSAGE_BYTES = 2**20
+API_TARGET = "api"
+SERVER_TARGET = "server"
+WORKER_TARGET = "worker"
 
 
-class BridgeCloseCode(IntEnum):
-    """Why an agent closes a bridge; the close reason says it in words.
+def server_target(server_id: ServerId) -> str:
+    """Name an rpc-server for a stream."""
+    return f"{SERVER_TARGET}/{server_id}"
 
-    Private-use codes of RFC 6455, section 7.4.2; 1000 is a wanted end.
-    """
 
-    MALFORMED = 4400
-    REFUSED = 4403
-    SERVER_FAILED = 4404
-    SERVER_STOPPED = 4410
+def worker_target(worker_id: WorkerId) -> str:
+    """Name an expert worker for a stream."""
+    return f"{WORKER_TARGET}/{worker_id}"
 
 
 class ServerRequest(Record):
@@ -100,7 +85,7 @@ class ServerRequest(Record):
 
     ``memory_bytes`` is the most that the deployment may allocate on the device: the agent refuses
     the request where that exceeds what it offers, and refuses allocations beyond it afterwards.
-    The server ends when ``lease_seconds`` pass without a renewal and without a bridge.
+    The server ends when ``lease_seconds`` pass without a renewal and without a stream.
     """
 
     deployment: str = Field(min_length=1, max_length=128)
@@ -135,7 +120,7 @@ class ServerRecord(WireRecord):
     detail: str | None
     allocated_bytes: int
     tensor_bytes: int
-    is_bridged: bool
+    is_used: bool
     resident_bytes: int = 0
 
 
@@ -214,7 +199,7 @@ class WorkerRequest(Record):
 
     ``memory_bytes`` is the most that the worker may allocate on the device: the slabs of all its
     slices, and at least ``WORKER_SCRATCH_BYTES`` to work with. ``None`` takes just that. The worker
-    ends when ``lease_seconds`` pass without a renewal and without a bridge, counted from when it is
+    ends when ``lease_seconds`` pass without a renewal and without a stream, counted from when it is
     ready.
     """
 
@@ -245,7 +230,7 @@ class WorkerRecord(WireRecord):
     slab_bytes: int
     state: ServerState
     detail: str | None
-    bridge_count: int
+    stream_count: int
     resident_bytes: int = 0
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import platform
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,6 @@ from pathlib import Path
 from linkcpp import __version__
 from linkcpp.cluster.config import Config, load_config
 from linkcpp.cluster.measure import this_machine
-from linkcpp.cluster.token import make_challenge
 from linkcpp.common.config_file import config_path
 from linkcpp.common.errors import LinkcppError, write_hint
 from linkcpp.common.paths import cache_folder, config_folder, data_folder, state_folder
@@ -113,7 +113,7 @@ def _try_to_write(folder: Path) -> None:
     # Asked by doing: permission bits tell nothing of a read-only disk, or of a full one.
     if not folder.is_dir():
         raise NotADirectoryError(0, f"{folder} is no folder")
-    probe = folder / f".linkcpp-probe-{make_challenge()[:16]}"
+    probe = folder / f".linkcpp-probe-{secrets.token_hex(8)}"
     try:
         probe.write_bytes(b"linkcpp")
     finally:

@@ -1,19 +1,20 @@
 """What ``linkcpp doctor`` looks at beyond the machine: token, hubs, local network, node agent."""
 
 import asyncio
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
 from linkcpp import __version__
 from linkcpp.cluster.addresses import interface_addresses
-from linkcpp.cluster.candidates import Candidate, Finding
+from linkcpp.cluster.candidates import Candidate, Finding, Probe
 from linkcpp.cluster.config import DEFAULT_AGENT_PORT, node_url
 from linkcpp.cluster.mdns import open_zeroconf
-from linkcpp.cluster.probe import probe_node
-from linkcpp.cluster.token import load_token, make_challenge, token_path
+from linkcpp.cluster.token import load_token, token_path
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable
 from linkcpp.node.diagnosis import Observation, Verdict, from_error
+from linkcpp.node.probe import probe_node
 from linkcpp.registry.connection import HubConnection
 from linkcpp.registry.credentials import HubCredentials, list_credentials
 
@@ -123,9 +124,17 @@ async def look_at_agent(port: int = DEFAULT_AGENT_PORT, *, has_hub: bool = False
         own_token = load_token()
     except LinkcppError:
         own_token = None
-    # Any token does to find out who answers, as only a proof is asked for.
-    token = own_token or make_challenge()
-    probe = await probe_node(Candidate(url=node_url("127.0.0.1", port), found_by="doctor"), token)
+    # Any token does to find out who answers.
+    token = own_token or secrets.token_urlsafe(32)
+    candidate = Candidate(url=node_url("127.0.0.1", port), found_by="doctor")
+    try:
+        probe = await probe_node(candidate, token)
+    except LinkcppError as error:
+        return from_error(subject, Verdict.WARN, error)
+    return _judge_agent(subject, probe, has_token=own_token is not None, has_hub=has_hub)
+
+
+def _judge_agent(subject: str, probe: Probe, *, has_token: bool, has_hub: bool) -> Observation:
     if probe.finding is Finding.NO_ANSWER:
         return Observation(
             subject=subject,
@@ -141,7 +150,7 @@ async def look_at_agent(port: int = DEFAULT_AGENT_PORT, *, has_hub: bool = False
             hint="Start `linkcpp node --port N` with a free port, or end the other program.",
         )
     detail = f"runs as {probe.health.name}, linkcpp {probe.health.agent_version}"
-    if own_token is None:
+    if not has_token:
         return Observation(
             subject=subject,
             verdict=Verdict.OK if has_hub else Verdict.WARN,

@@ -35,6 +35,7 @@ class ManagedServer(ManagedProgram):
         )
         self.request = request
         self.account = MemoryAccount(request.memory_bytes)
+        self.turn = asyncio.Lock()
 
     def record(self) -> ServerRecord:
         """Tell how it stands."""
@@ -47,7 +48,7 @@ class ManagedServer(ManagedProgram):
             detail=self.detail,
             allocated_bytes=self.account.allocated_bytes,
             tensor_bytes=self.account.tensor_bytes,
-            is_bridged=self.claim_count > 0,
+            is_used=self.stream_count > 0,
             resident_bytes=self.resident_bytes,
         )
 
@@ -70,7 +71,7 @@ class ServerManager(ProgramManager[ManagedServer]):
         log_folder: Path,
         max_threads: int,
     ) -> None:
-        super().__init__("rpc-server", "server", max_bridges=1)
+        super().__init__("rpc-server", "server", max_streams=None)
         self._engine = engine
         self._describe = describe
         self._promising = promising

@@ -3,12 +3,10 @@
 import asyncio
 from typing import Annotated
 
-from fastapi import FastAPI, Path, Query, Request, WebSocket
+from fastapi import FastAPI, Path, Query, Request
 from fastapi.responses import PlainTextResponse, Response
 
-from linkcpp.common.access import peer_of, refuse
-from linkcpp.node.bridge import Bridge
-from linkcpp.node.limits import RefusedError
+from linkcpp.common.access import peer_of
 from linkcpp.node.records import NewWorker, WorkerId, WorkerList, WorkerRecord, WorkerRequest
 from linkcpp.node.workers import WorkerManager
 
@@ -57,17 +55,3 @@ def add_worker_routes(app: FastAPI, workers: WorkerManager) -> None:
         worker_id: _Id, tail: Annotated[int, Query(ge=1, le=MAX_LOG_LINES)] = 200
     ) -> str:
         return await asyncio.to_thread(workers.logs, worker_id, tail)
-
-    @app.websocket("/v1/workers/{worker_id}/bridge")
-    async def bridge(websocket: WebSocket, worker_id: str) -> None:
-        try:
-            worker = workers.claim(worker_id, peer_of(websocket))
-        except RefusedError as error:
-            await refuse(websocket.scope, websocket.send, error.status, error.body())
-            return
-        reason = "the agent ended it"
-        try:
-            # The worker asks for its own token, so nothing needs to look into the bytes.
-            reason = await worker.run_bridge(Bridge(websocket, worker.what, worker.port))
-        finally:
-            workers.release(worker, reason)

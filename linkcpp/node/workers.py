@@ -42,7 +42,7 @@ from linkcpp.worker.frames import Limits
 from linkcpp.worker.process import READY_PATTERN, WorkerConfig
 
 # A compute link for each coordinator, and a few that probe or verify.
-MAX_BRIDGES = 8
+MAX_STREAMS = 8
 
 _FRAME_BYTES = 32 * 2**20
 # A frame that comes in, its rows, and the answer.
@@ -113,7 +113,7 @@ class ManagedWorker(ManagedProgram):
             slab_bytes=self.slab_bytes,
             state=self.state,
             detail=self.detail,
-            bridge_count=self.claim_count,
+            stream_count=self.stream_count,
             resident_bytes=self.resident_bytes,
         )
 
@@ -138,7 +138,7 @@ class WorkerManager(ProgramManager[ManagedWorker]):
         log_folder: Path,
         max_threads: int,
     ) -> None:
-        super().__init__("expert worker", "worker", max_bridges=MAX_BRIDGES)
+        super().__init__("expert worker", "worker", max_streams=MAX_STREAMS)
         self._engine = engine
         self._store = store
         self._name = name

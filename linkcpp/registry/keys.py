@@ -51,6 +51,13 @@ def make_keys() -> MachineKeys:
     return MachineKeys(Ed25519PrivateKey.generate(), X25519PrivateKey.generate())
 
 
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # in a folder that this user may not enter: what reads it says so
+        return True
+
+
 def load_keys() -> MachineKeys:
     """Read this machine's keys, or make them.
 
@@ -58,7 +65,7 @@ def load_keys() -> MachineKeys:
         LinkcppError: the file cannot be read or written, holds no keys, or others may read it.
     """
     path = keys_path()
-    if not path.exists():
+    if not _is_there(path):
         made = make_keys()
         content = _KeyFile(
             signing_private=encode(made.signing.private_bytes_raw()),

@@ -18,6 +18,8 @@ PAIRING_SECONDS: Final = 60.0
 MAX_HELLO_BYTES: Final = 4 + 1 + 16 + MAX_TOKEN_CHARACTERS
 
 _MAGIC: Final = b"LCR1"
+_CLUSTER_MAGIC: Final = b"LCC1"
+CLUSTER_HELLO_BYTES: Final = 4 + 16
 _ROLE_BYTES: Final = {EdgeRole.BACKBONE: 0x01, EdgeRole.NODE: 0x02}
 _ROLES: Final = {byte: role for role, byte in _ROLE_BYTES.items()}
 
@@ -56,6 +58,17 @@ def encode_hello(hello: Hello) -> bytes:
     """Write the first binary message."""
     head = _MAGIC + bytes([_ROLE_BYTES[hello.role]]) + bytes.fromhex(hello.edge_id)
     return head + hello.ticket.encode("ascii")
+
+
+def encode_cluster_hello(link_id: str) -> bytes:
+    """Write the first binary message of a machine that the cluster token introduces."""
+    return _CLUSTER_MAGIC + bytes.fromhex(link_id)
+
+
+def decode_cluster_hello(message: bytes) -> str | None:
+    """Read the link's id; ``None`` where it is not the hello of a cluster's machine."""
+    is_one = len(message) == CLUSTER_HELLO_BYTES and message[:4] == _CLUSTER_MAGIC
+    return message[4:].hex() if is_one else None
 
 
 def decode_hello(message: bytes) -> Hello:

@@ -17,7 +17,6 @@ from linkcpp.cli.output import byte_bar, console, status_console, task_name, wor
 from linkcpp.cli.plan_report import explanation, report
 from linkcpp.cli.status import status_view
 from linkcpp.cli.verify import verification_view
-from linkcpp.cluster.discovery import Discovery
 from linkcpp.cluster.records import NodeStatus
 from linkcpp.common.records import Record
 from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
@@ -30,6 +29,7 @@ from linkcpp.launch.status import Condition, DeploymentReport
 from linkcpp.model.presets import expand_preset, find_preset
 from linkcpp.model.summary import summarize
 from linkcpp.node.diagnosis import Diagnosis, Observation, Verdict
+from linkcpp.node.discovery import Discovery
 from linkcpp.planning.records import PlanOptions
 from linkcpp.planning.shortfall import make_plan
 from linkcpp.registry.models import ServedModel, ServedPart

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from linkcpp.cli.discover import render
 from linkcpp.cli.tables import Need, WholeTable, fit_columns
-from linkcpp.cluster.discovery import Discovery
 from linkcpp.cluster.records import DiscoveredNode, LinkSpeed, NodeDevice, NodeStatus
+from linkcpp.node.discovery import Discovery
 from tests.cluster.peers import COORDINATOR, node_record
 
 

@@ -3,15 +3,23 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
-import uvicorn
-from fastapi import FastAPI, Request, Response
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from fastapi import FastAPI, Request, Response, WebSocket
 
 from linkcpp.cluster.records import Health, NodeDevice, NodeId, NodeRecord
-from linkcpp.cluster.token import canonical_address, health_proof, tokens_equal
+from linkcpp.common.http_server import BoundedServer, make_server
 from linkcpp.engine.records import EngineFeatures, EngineFingerprint, RpcVersion
+from linkcpp.link.acceptor import LinkAcceptor, LinkUser
+from linkcpp.link.handlers import StreamHandler, StreamPort
+from linkcpp.link.handshake import Machine, cluster_psk
+from linkcpp.link.noise import MAX_MESSAGE_BYTES
+from linkcpp.link.stream_transport import StreamTransport
+from linkcpp.link.transport import AcceptedTransport
+from linkcpp.node.records import API_TARGET
+from linkcpp.registry.relay import DIRECT_PATH
 
 TOKEN = "t" * 43
 OTHER_TOKEN = "o" * 43
@@ -56,43 +64,34 @@ COORDINATOR = node_record("id-coordinator", "desk")
 
 
 class Peer:
-    """A small agent; its attributes make it lie. ``tokens_seen`` is every token shown to it."""
+    """A small agent; its attributes make it lie. ``tokens_seen`` is every token shown to it.
+
+    ``proved_id`` is who it is in the handshake, ``record`` who it says it is afterwards.
+    """
 
     def __init__(self, record: NodeRecord, token: str = TOKEN) -> None:
         self.record = record
         self.token = token
-        self.claimed_address: str | None = None
-        self.relay: Callable[[str], Awaitable[Health]] | None = None
-        self.accepted_token = token
+        self.proved_id = record.node_id
         self.node_body: bytes | None = None
         self.stalls = False
         self.tokens_seen: list[str] = []
-        self.challenges_seen: list[str] = []
+        self.asked_count = 0
         self.port = 0
 
     def app(self) -> FastAPI:
         app = FastAPI()
 
         @app.get("/v1/health")
-        async def health(request: Request, challenge: str | None = None) -> Health:
-            who = self.record
+        async def health(request: Request) -> Health:
             self._note(request)
-            told = Health(agent_version="0.1.0", node_id=who.node_id, name=who.name)
-            if challenge is None:
-                return told
-            self.challenges_seen.append(challenge)
-            if self.relay is not None:
-                return await self.relay(challenge)
-            address = self.claimed_address or canonical_address(*request.scope["server"])
-            proof = health_proof(
-                self.token, challenge=challenge, node_id=who.node_id, address=address
-            )
-            return told.model_copy(update={"address": address, "proof": proof})
+            who = self.record
+            return Health(agent_version="0.1.0", node_id=who.node_id, name=who.name)
 
         @app.get("/v1/node", response_model=None)
         async def node(request: Request) -> NodeRecord | Response:
-            if not self._note(request):
-                return Response(status_code=401)
+            self._note(request)
+            self.asked_count += 1
             if self.stalls:
                 await asyncio.sleep(3600)
             if self.node_body is not None:
@@ -104,13 +103,30 @@ class Peer:
             self._note(request)
             return {"received_bytes": len(await request.body())}
 
+        @app.websocket(DIRECT_PATH)
+        async def link(websocket: WebSocket) -> None:
+            await websocket.accept()
+            await self.links.accept_direct(AcceptedTransport(websocket))
+
         return app
 
-    def _note(self, request: Request) -> bool:
-        shown = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if shown:
+    def take_links(self, server: BoundedServer) -> None:
+        """Answer links with what the server answers."""
+
+        def serve(_: LinkUser, target: str, port: StreamPort) -> StreamHandler:
+            assert target == API_TARGET
+            return StreamTransport(port, lambda: server.new_protocol({}), {})
+
+        self.links = LinkAcceptor(
+            own_key=X25519PrivateKey.generate(),
+            own=Machine(self.proved_id, self.record.name),
+            serve=serve,
+            psk=cluster_psk(self.token),
+        )
+
+    def _note(self, request: Request) -> None:
+        if shown := request.headers.get("authorization", ""):
             self.tokens_seen.append(shown)
-        return tokens_equal(shown, self.accepted_token)
 
 
 def free_socket(host: str = "127.0.0.1") -> socket.socket:
@@ -123,11 +139,11 @@ def free_socket(host: str = "127.0.0.1") -> socket.socket:
 @contextlib.asynccontextmanager
 async def served(peer: Peer, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """Run a peer; gives its URL."""
-    config = uvicorn.Config(
-        peer.app(), log_config=None, lifespan="off", timeout_graceful_shutdown=0
+    server = make_server(
+        peer.app(), max_message_bytes=MAX_MESSAGE_BYTES, ping_interval_seconds=None
     )
-    server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    server.config.timeout_graceful_shutdown = 0
+    peer.take_links(server)
     with free_socket(host) as opened:
         opened.listen()
         peer.port = opened.getsockname()[1]
@@ -136,6 +152,7 @@ async def served(peer: Peer, host: str = "127.0.0.1") -> AsyncIterator[str]:
             # The socket listens: who connects before uvicorn runs waits in its queue.
             yield f"http://{f'[{host}]' if ':' in host else host}:{peer.port}"
         finally:
+            await peer.links.aclose()
             server.should_exit = True
             server.force_exit = True
             await running

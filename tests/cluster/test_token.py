@@ -99,44 +99,6 @@ def test_tokens_are_equal_exactly_when_their_texts_are(left: str, right: str) ->
     )
 
 
-def test_a_proof_holds_for_its_own_values_only() -> None:
-    values = {"challenge": token.make_challenge(), "node_id": "n", "address": "10.0.0.5:8716"}
-    proof = token.health_proof(GOOD, **values)
-    assert token.verify_health_proof(GOOD, proof, **values)
-    assert not token.verify_health_proof("b" * 43, proof, **values)
-    for key in values:
-        assert not token.verify_health_proof(GOOD, proof, **{**values, key: "other"})
-    assert not token.verify_health_proof(GOOD, "ü", **values)
-
-
-@given(st.tuples(st.text(), st.text(), st.text()), st.tuples(st.text(), st.text(), st.text()))
-def test_two_different_triples_never_share_a_message(
-    one: tuple[str, str, str], two: tuple[str, str, str]
-) -> None:
-    proofs = [token.health_proof(GOOD, challenge=a, node_id=b, address=c) for a, b, c in (one, two)]
-    assert (proofs[0] == proofs[1]) == (one == two)
-
-
-def test_a_challenge_that_we_make_is_one_that_we_accept() -> None:
-    assert token.is_challenge(token.make_challenge())
-    for text in ("", "short", "a" * 129, "a" * 20 + "\n", "a b" * 10):
-        assert not token.is_challenge(text)
-
-
-@pytest.mark.parametrize(
-    ("host", "written"),
-    [
-        ("10.0.0.5", "10.0.0.5:8716"),
-        ("::ffff:10.0.0.5", "10.0.0.5:8716"),
-        ("fe80::1%eth0", "[fe80::1]:8716"),
-        ("FE80:0::1", "[fe80::1]:8716"),
-        ("Attic.local", "attic.local:8716"),
-    ],
-)
-def test_an_address_is_written_the_same_way_on_both_sides(host: str, written: str) -> None:
-    assert token.canonical_address(host, 8716) == written
-
-
 def test_the_command_line_makes_shows_and_takes_over_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

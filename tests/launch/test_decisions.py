@@ -27,7 +27,7 @@ ALL_DONE = Observed(
     engine_is_right=True,
     found_nodes=frozenset({A, B}),
     served_stages=frozenset({1, 2}),
-    tunnelled_stages=frozenset({1, 2}),
+    forwarded_stages=frozenset({1, 2}),
     engine_runs=True,
     engine_is_healthy=True,
     split_is_proved=True,
@@ -63,7 +63,7 @@ def test_one_missing_piece_is_done_before_everything_behind_it() -> None:
     for missing, step in (
         ({"found_nodes": frozenset({A})}, Step.FIND_NODES),
         ({"served_stages": frozenset({1})}, Step.START_SERVERS),
-        ({"tunnelled_stages": frozenset({2})}, Step.OPEN_TUNNELS),
+        ({"forwarded_stages": frozenset({2})}, Step.OPEN_FORWARDS),
         ({"engine_runs": False}, Step.START_ENGINE),
         ({"engine_is_healthy": False}, Step.AWAIT_ENGINE),
         ({"split_is_proved": False}, Step.PROVE_SPLIT),

@@ -5,11 +5,11 @@ import pytest
 from linkcpp.cluster.records import NodeId
 from linkcpp.launch.failing import NodeMissingError, StepRefusedError
 from linkcpp.launch.finding import find_nodes
-from linkcpp.node.client import EdgePort, NodeClient, NodeUnreachableError
-from linkcpp.node.connector import NodeConnector
+from linkcpp.node.client import NodeClient, NodeUnreachableError
+from linkcpp.node.connector import NodeConnector, open_link
 from linkcpp.planning.records import Plan
 from linkcpp.registry.edges import NODE_REVOKED
-from linkcpp.registry.hub_discovery import hub_node_url
+from linkcpp.registry.hub_location import hub_node_url
 from tests.cluster.peers import TOKEN, Peer, node_record, served
 from tests.launch.plans import layers_plan
 
@@ -19,17 +19,19 @@ HUB = "https://hub.example"
 
 
 class Ways(NodeConnector):
-    """Leads to peers by what the edges to them have proved, and by plain addresses."""
+    """Leads to peers as a hub would, and by plain addresses."""
 
-    def __init__(self, edges: dict[str, EdgePort]) -> None:
+    def __init__(self, peers: dict[str, Peer]) -> None:
         super().__init__()
-        self._proved = edges
+        self._peers = peers
         self.asked: list[str] = []
 
     async def open(self, url: str, *, timeout_seconds: float = 10.0) -> NodeClient:
         self.asked.append(url)
-        edge = self._proved.get(url)
-        return NodeClient(url, TOKEN, timeout_seconds=timeout_seconds, edge=edge)
+        peer = self._peers.get(url)
+        at = f"http://127.0.0.1:{peer.port}" if peer else url
+        link = await open_link(at, TOKEN, timeout_seconds=timeout_seconds)
+        return NodeClient(url, link, timeout_seconds=timeout_seconds, owns_link=True)
 
 
 def plan_with(*urls: str) -> Plan:
@@ -49,9 +51,10 @@ async def find(plan: Plan, ways: Ways, *urls: str) -> str:
 
 async def test_a_node_of_a_hub_cannot_take_the_place_of_another_one() -> None:
     liar = Peer(node_record(ATTIC))
+    liar.proved_id = CELLAR
     cellar = hub_node_url(HUB, CELLAR)
     async with served(liar):
-        ways = Ways({cellar: EdgePort(liar.port, CELLAR)})
+        ways = Ways({cellar: liar})
         with pytest.raises(NodeMissingError, match="cannot be found"):
             await find(plan_with(), ways, cellar)
     assert liar.tokens_seen == []
@@ -82,6 +85,6 @@ async def test_a_node_that_proves_itself_is_found_at_the_hub_and_others_there_ar
     attic = Peer(node_record(ATTIC))
     mine, other = hub_node_url(HUB, ATTIC), hub_node_url(HUB, CELLAR)
     async with served(attic):
-        ways = Ways({mine: EdgePort(attic.port, ATTIC)})
+        ways = Ways({mine: attic})
         assert await find(plan_with(), ways, other, mine) == mine
     assert ways.asked == [mine]

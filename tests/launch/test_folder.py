@@ -11,11 +11,11 @@ from linkcpp.common.processes import ProcessIdentity
 from linkcpp.launch.enginelog import Buffer, BufferKind
 from linkcpp.launch.events import (
     EngineStarted,
+    ForwardOpened,
     Logged,
     NodeFound,
     PhaseEntered,
     PlanAdopted,
-    TunnelOpened,
     api_url,
     apply,
     first_state,
@@ -156,7 +156,7 @@ def test_an_unwritable_folder_is_one_sentence(
 
 
 def test_a_buffer_is_counted_for_the_stage_whose_endpoint_it_names() -> None:
-    state = apply(_state(), TunnelOpened(2, "127.0.0.1:4002"), now=101.0)
+    state = apply(_state(), ForwardOpened(2, "127.0.0.1:4002"), now=101.0)
     buffer = Buffer("RPC0", "127.0.0.1:4002", BufferKind.KV, 500)
     state = apply(state, Logged(buffer), now=102.0)
     state = apply(state, Logged(buffer), now=103.0)

@@ -30,8 +30,7 @@ from linkcpp.model.slices.writing import write_backbone
 from linkcpp.node.records import SliceState
 from linkcpp.planning.records import ExpertShare, Plan, PlanMode
 from linkcpp.registry.client import HubClient, joined_client
-from linkcpp.registry.hub_discovery import hub_node_url
-from linkcpp.registry.hub_location import HubLocation
+from linkcpp.registry.hub_location import HubLocation, hub_node_url
 from linkcpp.registry.model_lookup import hub_access, load_model_anywhere
 from tests.launch.expert_plans import memory
 from tests.launch.hub_process import HubProcess, hub_process

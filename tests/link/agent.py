@@ -10,13 +10,13 @@ from starlette.websockets import WebSocket
 
 from linkcpp.common.http_server import make_server
 from linkcpp.common.sockets import listen
-from linkcpp.link.acceptor import EdgeAcceptor
+from linkcpp.link.acceptor import LinkAcceptor
 from linkcpp.link.transport import AcceptedTransport
 from linkcpp.registry.relay import DIRECT_PATH
 
 
 @contextlib.asynccontextmanager
-async def direct_route(acceptor: EdgeAcceptor) -> AsyncIterator[int]:
+async def direct_route(acceptor: LinkAcceptor) -> AsyncIterator[int]:
     """Serve the route as the agent does; return its port."""
 
     async def accept(websocket: WebSocket) -> None:

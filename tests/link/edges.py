@@ -1,11 +1,11 @@
-"""Edges for tests: a hub that makes offers, gateways, a program behind the node, both ends."""
+"""Links for tests: a hub that makes offers, gateways, a program behind the node, both ends."""
 
 import asyncio
 import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,11 +13,16 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.common.sockets import listen
 from linkcpp.gateway.relay import Relay
 from linkcpp.gateway.server import serve_gateway
-from linkcpp.link.accepted import AgentTokens
-from linkcpp.link.acceptor import EdgeAcceptor
-from linkcpp.link.endpoint import EdgeEndpoint
-from linkcpp.link.offers import Dialled, EdgeEndedError
-from linkcpp.link.records import EdgeLimits, EdgeTimes
+from linkcpp.link.acceptor import HubIntroduction, LinkAcceptor, LinkUser
+from linkcpp.link.endpoint import LinkEndpoint
+from linkcpp.link.forward import Forward
+from linkcpp.link.handlers import StreamHandler, StreamPort, StreamRefusedError
+from linkcpp.link.handshake import Machine
+from linkcpp.link.offers import Dialled, LinkEndedError
+from linkcpp.link.records import LinkLimits, LinkTimes
+from linkcpp.link.status import LinkStatus
+from linkcpp.link.supply import OfferSupply, Pin
+from linkcpp.link.tcp_handler import Streams, TcpHandler
 from linkcpp.registry.edges import EdgeOffer, EdgeRole
 from linkcpp.registry.keys import MachineKeys, make_keys
 from linkcpp.registry.relay import RELAY_PATH
@@ -29,8 +34,12 @@ from tests.support.slow_relay import SlowRelay, slow_relay
 BACKBONE_ID = "33333333-3333-4333-8333-333333333333"
 NODE_ID = "44444444-4444-4444-8444-444444444444"
 DIALLED = Dialled(HUB_ID, NODE_ID)
+BACKBONE = Machine(BACKBONE_ID, "coordinator")
+NODE = Machine(NODE_ID, "attic")
+# What streams of tests lead to, unless a test says otherwise.
+TARGET = "program"
 # Everything happens sooner than with people.
-QUICK = EdgeTimes(
+QUICK = LinkTimes(
     ping=0.1,
     dead=1.0,
     dial=2.0,
@@ -90,7 +99,7 @@ class HubOfTest:
     edge_id: str = field(default_factory=lambda: secrets.token_hex(16))
     backbone_keys: MachineKeys = field(default_factory=make_keys)
     node_keys: MachineKeys = field(default_factory=make_keys)
-    acceptor: EdgeAcceptor | None = None
+    acceptor: LinkAcceptor | None = None
     asked: list[tuple[str, ...]] = field(default_factory=list)
     problem: LinkcppError | None = None
     is_closed: bool = False
@@ -98,7 +107,7 @@ class HubOfTest:
     dialled: Dialled = DIALLED
 
     def revoke(self) -> None:
-        self.problem = EdgeEndedError("The hub does not know this machine any more.")
+        self.problem = LinkEndedError("The hub does not know this machine any more.")
 
     async def offer(self, not_gateways: tuple[str, ...]) -> EdgeOffer:
         self.asked.append(not_gateways)
@@ -157,22 +166,34 @@ async def gateways(hub: HubOfTest, count: int = 1) -> AsyncIterator[list[Gateway
             await gateway.stop()
 
 
+def behind(program_port: int) -> Callable[[LinkUser, str, StreamPort], StreamHandler]:
+    """Have streams to ``TARGET`` lead to a program on this machine, and others nowhere."""
+
+    async def connect() -> Streams:
+        return await asyncio.open_connection("127.0.0.1", program_port)
+
+    def serve(_: LinkUser, target: str, port: StreamPort) -> StreamHandler:
+        if target != TARGET:
+            raise StreamRefusedError(f"there is no {target!r} here")
+        return TcpHandler(port, connect)
+
+    return serve
+
+
 @contextlib.asynccontextmanager
 async def accepting(
     hub: HubOfTest,
-    agent_port: int,
-    tokens: AgentTokens | None = None,
+    program_port: int,
     *,
-    times: EdgeTimes = QUICK,
-    limits: EdgeLimits | None = None,
-) -> AsyncIterator[EdgeAcceptor]:
+    times: LinkTimes = QUICK,
+    limits: LinkLimits | None = None,
+) -> AsyncIterator[LinkAcceptor]:
     """Run the node's end in front of a program."""
-    acceptor = EdgeAcceptor(
+    acceptor = LinkAcceptor(
         own_key=hub.node_keys.edge,
-        own_node_id=NODE_ID,
-        hub=hub.signer.key,
-        agent_address=("127.0.0.1", agent_port),
-        tokens=tokens if tokens is not None else set(),
+        own=NODE,
+        serve=behind(program_port),
+        hub=HubIntroduction(hub.signer.key),
         pin=no_pin,
         times=times,
         limits=limits,
@@ -187,14 +208,14 @@ async def accepting(
 class Node(NamedTuple):
     """A node's end, the program behind it, and the gateways of its hub."""
 
-    acceptor: EdgeAcceptor
+    acceptor: LinkAcceptor
     echo: Echo
     gateways: list[GatewayAt]
 
 
 @contextlib.asynccontextmanager
 async def node_beyond(
-    hub: HubOfTest, *, rtt_seconds: float, loss: float = 0.0, times: EdgeTimes = QUICK
+    hub: HubOfTest, *, rtt_seconds: float, loss: float = 0.0, times: LinkTimes = QUICK
 ) -> AsyncIterator[tuple[SlowRelay, Node]]:
     """Run a node whose gateway both sides reach through a slow network only."""
     async with (
@@ -209,7 +230,7 @@ async def node_beyond(
 
 @contextlib.asynccontextmanager
 async def running_node(
-    hub: HubOfTest, *, gateway_count: int = 1, limits: EdgeLimits | None = None
+    hub: HubOfTest, *, gateway_count: int = 1, limits: LinkLimits | None = None
 ) -> AsyncIterator[Node]:
     """Run an echo behind a node's end, and gateways."""
     async with (
@@ -220,17 +241,33 @@ async def running_node(
         yield Node(acceptor, echo, made)
 
 
+class End(NamedTuple):
+    """The coordinator's end, and a port of loopback that leads to the program at the other."""
+
+    link: LinkEndpoint
+    forward: Forward
+
+    @property
+    def port(self) -> int:
+        return self.forward.port
+
+    def status(self) -> LinkStatus:
+        return self.link.status()
+
+
+def dialling(hub: HubOfTest, *, pin: Pin = no_pin, times: LinkTimes = QUICK) -> LinkEndpoint:
+    """Make the coordinator's end of a link that a hub introduces."""
+    supply = OfferSupply(hub, own_key=hub.backbone_keys.edge, own=BACKBONE, pin=pin)
+    return LinkEndpoint(supply, times=times)
+
+
 @contextlib.asynccontextmanager
 async def edge(
-    hub: HubOfTest, *, times: EdgeTimes = QUICK, timeout_seconds: float = 120.0
-) -> AsyncIterator[EdgeEndpoint]:
+    hub: HubOfTest, *, times: LinkTimes = QUICK, timeout_seconds: float = 120.0
+) -> AsyncIterator[End]:
     """Run the coordinator's end, and wait until it has reached the node."""
-    endpoint = EdgeEndpoint(
-        hub,
-        own_key=hub.backbone_keys.edge,
-        own_node_id=BACKBONE_ID,
-        pin=no_pin,
-        times=times,
-    )
-    async with await endpoint.open(timeout_seconds=timeout_seconds):
-        yield endpoint
+    async with (
+        await dialling(hub, times=times).open(timeout_seconds=timeout_seconds) as link,
+        await Forward.open(link, TARGET) as forward,
+    ):
+        yield End(link, forward)

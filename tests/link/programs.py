@@ -5,6 +5,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from linkcpp.link.tcp_handler import Streams
+
 
 @dataclass
 class Echo:
@@ -48,9 +50,14 @@ async def echo_server() -> AsyncIterator[Echo]:
         server.close()
 
 
-async def pump(port: int, data: bytes, *, piece_bytes: int = 1 << 16) -> bytes:
+async def pump(port: int, data: bytes) -> bytes:
+    """Send all to a port of loopback, half-close, and return all that comes back."""
+    return await exchange(await asyncio.open_connection("127.0.0.1", port), data)
+
+
+async def exchange(streams: Streams, data: bytes, *, piece_bytes: int = 1 << 16) -> bytes:
     """Send all, half-close, and return all that comes back."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = streams
 
     async def send() -> None:
         for start in range(0, len(data), piece_bytes):

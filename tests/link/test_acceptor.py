@@ -13,13 +13,12 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.link.acceptor import MAX_EDGES, MAX_STRANGERS
+from linkcpp.link.acceptor import MAX_LINKS, MAX_STRANGERS
 from linkcpp.link.core import NO_EPOCH, Resume
-from linkcpp.link.endpoint import EdgeEndpoint
-from linkcpp.link.handshake import Agreed, EdgeKeys, initiate, parse_edge_key
-from linkcpp.link.offers import EdgeEndedError
-from linkcpp.link.records import CHUNK_BYTES, EdgeLimits, FrameType, RecordType
-from linkcpp.link.status import EdgeState
+from linkcpp.link.handshake import Agreed, KnownPeer, initiate, parse_link_key
+from linkcpp.link.offers import LinkEndedError
+from linkcpp.link.records import CHUNK_BYTES, FrameType, LinkLimits, RecordType
+from linkcpp.link.status import ConnectionState
 from linkcpp.link.transport import DialledTransport, TransportLostError
 from linkcpp.registry.edges import EdgeOffer, EdgeRole
 from linkcpp.registry.keys import make_keys
@@ -28,18 +27,22 @@ from linkcpp.registry.tickets import EdgeClaims, sign_edge_ticket
 from tests.gateway.gateways import HUB_ID, Signer
 from tests.link.agent import direct_route
 from tests.link.edges import (
+    BACKBONE,
     BACKBONE_ID,
+    NODE,
     NODE_ID,
     QUICK,
+    TARGET,
     GatewayAt,
     HubOfTest,
     Node,
     accepting,
+    dialling,
     edge,
     gateways,
     running_node,
 )
-from tests.link.programs import echo_server, pump, until
+from tests.link.programs import echo_server, exchange, pump, until
 
 
 class Direct(NamedTuple):
@@ -77,7 +80,7 @@ class Direct(NamedTuple):
 @pytest.fixture
 async def direct() -> AsyncIterator[Direct]:
     hub = HubOfTest()
-    limits = EdgeLimits(unacknowledged_bytes=2**17, control_frames=100)
+    limits = LinkLimits(unacknowledged_bytes=2**17, control_frames=100)
     async with (
         running_node(hub, gateway_count=0, limits=limits) as node,
         direct_route(node.acceptor) as port,
@@ -152,12 +155,12 @@ async def test_a_ticket_without_the_coordinators_key_is_of_no_use(direct: Direct
     transport = await DialledTransport.dial(direct.url, timeout_seconds=60)
     await transport.send(direct.hello())
     assert await transport.receive() == PAIRED
-    stranger = EdgeKeys(
+    stranger = KnownPeer(
         make_keys().edge,
-        parse_edge_key(direct.hub.node_keys.edge_public),
+        parse_link_key(direct.hub.node_keys.edge_public),
         direct.hub.edge_id,
-        BACKBONE_ID,
-        NODE_ID,
+        BACKBONE,
+        NODE,
     )
     with pytest.raises(TransportLostError) as error:
         await initiate(transport, stranger, Resume(b"x" * 16, NO_EPOCH, 0))
@@ -179,12 +182,12 @@ class Hostile:
         transport = await DialledTransport.dial(direct.url, timeout_seconds=60)
         await transport.send(direct.hello())
         assert await transport.receive() == PAIRED
-        keys = EdgeKeys(
+        keys = KnownPeer(
             direct.hub.backbone_keys.edge,
-            parse_edge_key(direct.hub.node_keys.edge_public),
+            parse_link_key(direct.hub.node_keys.edge_public),
             direct.hub.edge_id,
-            BACKBONE_ID,
-            NODE_ID,
+            BACKBONE,
+            NODE,
         )
         hostile = cls(transport, await initiate(transport, keys, Resume(b"x" * 16, NO_EPOCH, 0)))
         await hostile.send(struct.pack("<BQ", RecordType.ATTACH, 0))
@@ -210,18 +213,18 @@ async def test_thousands_of_streams_are_refused_and_end_the_session(direct: Dire
     hostile = await Hostile.attach(direct)
     with contextlib.suppress(TransportLostError):
         for stream in range(1, 5000):
-            await hostile.frame(FrameType.OPEN, stream)
+            await hostile.frame(FrameType.OPEN, stream, TARGET.encode())
     assert await hostile.until_closed() == RelayCloseCode.RECORD_INVALID
-    assert direct.node.echo.connection_count <= EdgeLimits().streams
+    assert direct.node.echo.connection_count <= LinkLimits().streams
     await until(lambda: direct.node.echo.open_count == 0)
 
 
 async def test_a_flood_beyond_the_window_ends_the_session(direct: Direct) -> None:
     direct.node.echo.goes_on.clear()
     hostile = await Hostile.attach(direct)
-    await hostile.frame(FrameType.OPEN, 1)
+    await hostile.frame(FrameType.OPEN, 1, TARGET.encode())
     with contextlib.suppress(TransportLostError):
-        for _ in range(2 * EdgeLimits().window_bytes // CHUNK_BYTES):
+        for _ in range(2 * LinkLimits().window_bytes // CHUNK_BYTES):
             await hostile.frame(FrameType.DATA, 1, bytes(CHUNK_BYTES))
     assert await hostile.until_closed() == RelayCloseCode.RECORD_INVALID
     direct.node.echo.goes_on.set()
@@ -232,38 +235,32 @@ async def test_a_flood_beyond_the_window_ends_the_session(direct: Direct) -> Non
 async def test_a_peer_that_takes_nothing_is_sent_no_more_than_its_window(direct: Direct) -> None:
     """And its session still ends when it falls silent."""
     hostile = await Hostile.attach(direct)
-    await hostile.frame(FrameType.OPEN, 1)
+    await hostile.frame(FrameType.OPEN, 1, TARGET.encode())
     for _ in range(20):
         await hostile.frame(FrameType.DATA, 1, bytes(CHUNK_BYTES))
     (status,) = direct.node.acceptor.status()
     await until(lambda: direct.node.acceptor.status()[0].path is None)
-    assert status.sent_bytes < 2 * EdgeLimits().window_bytes
+    assert status.sent_bytes < 2 * LinkLimits().window_bytes
 
 
 @pytest.mark.slow
 async def test_the_node_was_restarted_and_its_streams_are_reset() -> None:
     hub = HubOfTest()
-    tokens: list[set[str]] = [set(), set()]
     async with (
         gateways(hub),
         echo_server() as echo,
-        accepting(hub, echo.port, tokens[0]) as first,
+        accepting(hub, echo.port) as first,
         edge(hub) as end,
     ):
-        token = end.token
-        assert tokens[0] == {token}
         reader, writer = await asyncio.open_connection("127.0.0.1", end.port)
         writer.write(b"before")
         assert await reader.readexactly(6) == b"before"
         await first.aclose()
-        assert tokens[0] == set()
-        async with accepting(hub, echo.port, tokens[1]):
+        async with accepting(hub, echo.port):
             with pytest.raises(ConnectionResetError):
                 await reader.readexactly(1)
-            await until(lambda: end.status().state is EdgeState.UP)
+            await until(lambda: end.status().state is ConnectionState.UP)
             assert await pump(end.port, b"after") == b"after"
-            # Clients that had the token go on with it.
-            assert tokens[1] == {token} == {end.token}
         writer.close()
 
 
@@ -275,6 +272,8 @@ async def test_the_coordinator_was_restarted_and_gets_a_new_session() -> None:
             writer.write(b"x")
             await until(lambda: node.echo.open_count == 1)
             hub.is_closed = False
+        # It said goodbye: the node keeps nothing of it.
+        await until(lambda: node.acceptor.edge_ids == () and node.echo.open_count == 0)
         async with edge(hub) as second:
             assert await pump(second.port, b"again") == b"again"
             await until(lambda: node.echo.open_count == 0)
@@ -282,23 +281,21 @@ async def test_the_coordinator_was_restarted_and_gets_a_new_session() -> None:
         writer.close()
 
 
-async def test_a_closed_edge_is_cut_at_once_and_its_token_taken_back() -> None:
+async def test_a_closed_edge_is_cut_at_once() -> None:
     hub = HubOfTest()
-    tokens: set[str] = set()
     async with (
         gateways(hub),
         echo_server() as echo,
-        accepting(hub, echo.port, tokens) as acceptor,
+        accepting(hub, echo.port) as acceptor,
         edge(hub) as end,
     ):
         reader, writer = await asyncio.open_connection("127.0.0.1", end.port)
         writer.write(b"x")
         await reader.readexactly(1)
         hub.revoke()
-        await acceptor.close_edge(hub.edge_id)
-        assert tokens == set()
+        await acceptor.close_link(hub.edge_id)
         assert acceptor.edge_ids == ()
-        assert (await end.wait_failed()).message.startswith("The hub does not know")
+        assert (await end.link.wait_failed()).message.startswith("The hub does not know")
         with pytest.raises(ConnectionResetError):
             await reader.readexactly(1)
         await until(lambda: echo.open_count == 0)
@@ -307,27 +304,28 @@ async def test_a_closed_edge_is_cut_at_once_and_its_token_taken_back() -> None:
 
 async def test_an_edge_without_a_path_is_forgotten_after_a_while() -> None:
     hub = HubOfTest()
-    times = QUICK._replace(forgotten=0.3)
-    tokens: set[str] = set()
+    times = QUICK._replace(forgotten=0.3, left=0.3)
     async with (
         gateways(hub),
         echo_server() as echo,
-        accepting(hub, echo.port, tokens, times=times) as acceptor,
+        accepting(hub, echo.port, times=times) as acceptor,
+        edge(hub) as end,
     ):
-        async with edge(hub) as end:
-            await asyncio.sleep(1)
-            assert await pump(end.port, b"used") == b"used"
+        await asyncio.sleep(1)
+        assert await pump(end.port, b"used") == b"used"
+        # It loses its path without a goodbye, and finds no other one.
+        hub.problem = LinkcppError("The hub does not answer.")
+        await hub.gateways[0].stop()
         await until(lambda: acceptor.edge_ids == ())
-        assert tokens == set()
 
 
 async def test_edges_of_a_node_are_bounded_and_idle_ones_make_room(direct: Direct) -> None:
     acceptor, hub = direct.node.acceptor, direct.hub
     async with edge(hub) as end:
-        for number in range(2 * MAX_EDGES):
+        for number in range(2 * MAX_LINKS):
             other = HubOfTest(signer=hub.signer, edge_id=f"{number:032x}")
             await acceptor.offer(other.make(EdgeRole.NODE, None))
-            assert len(acceptor.edge_ids) <= MAX_EDGES
+            assert len(acceptor.edge_ids) <= MAX_LINKS
         assert hub.edge_id in acceptor.edge_ids
         assert await pump(end.port, b"kept") == b"kept"
 
@@ -342,22 +340,17 @@ async def test_keys_are_pinned_on_both_sides() -> None:
 
     async with running_node(hub) as node:
         node.acceptor._pin = pin
-        endpoint = EdgeEndpoint(
-            hub, own_key=hub.backbone_keys.edge, own_node_id=BACKBONE_ID, pin=pin, times=QUICK
-        )
-        async with await endpoint.open():
-            assert await pump(endpoint.port, os.urandom(100))
+        async with await dialling(hub, pin=pin).open() as link:
+            data = os.urandom(100)
+            assert await exchange(link.connect(TARGET), data) == data
         assert set(pinned) == {BACKBONE_ID, NODE_ID}
         hub.backbone_keys = make_keys()
         with pytest.raises(LinkcppError, match=f"{BACKBONE_ID} has another key"):
             await node.acceptor.offer(hub.make(EdgeRole.NODE, None))
         hub.node_keys = make_keys()
         hub.acceptor = None
-        changed = EdgeEndpoint(
-            hub, own_key=hub.backbone_keys.edge, own_node_id=BACKBONE_ID, pin=pin, times=QUICK
-        )
-        with pytest.raises(EdgeEndedError, match=f"{NODE_ID} has another key"):
-            await changed.open()
+        with pytest.raises(LinkEndedError, match=f"{NODE_ID} has another key"):
+            await dialling(hub, pin=pin).open()
 
 
 @pytest.mark.parametrize(
@@ -376,7 +369,7 @@ async def test_a_hub_that_offers_an_edge_to_another_machine_than_was_dialled_is_
 
     monkeypatch.setattr(HubOfTest, "make", lying)
     async with running_node(hub):
-        with pytest.raises(EdgeEndedError, match="another machine than the one"):
+        with pytest.raises(LinkEndedError, match="another machine than the one"):
             async with edge(hub):
                 pass
 

@@ -1,18 +1,20 @@
 """A node's agent, with a real engine's description, reached by its client over an edge."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
-from urllib.parse import urlsplit
 
 import pytest
 
 from linkcpp.cluster.records import NodeId
 from linkcpp.engine.records import EngineLocation
+from linkcpp.link.acceptor import HubIntroduction
 from linkcpp.link.choosing import PathKind
-from linkcpp.link.endpoint import EdgeEndpoint
-from linkcpp.node.client import EdgePort, NodeClient, OtherNodeError, WrongTokenError
-from tests.link.edges import NODE_ID, HubOfTest, accepting, edge, gateways
+from linkcpp.link.endpoint import LinkEndpoint
+from linkcpp.node.client import NodeClient, NodeUnreachableError, OtherNodeError
+from linkcpp.registry.keys import load_keys
+from tests.link.edges import NODE, NODE_ID, HubOfTest, dialling, gateways, no_pin
 from tests.link.programs import until
 from tests.node.agents import RunningAgent, running_agent
 
@@ -30,13 +32,26 @@ async def node(
         yield running
 
 
-def client_of(end: EdgeEndpoint, *, token: str | None = None) -> NodeClient:
-    port = EdgePort(end.port, NodeId(NODE_ID))
-    return NodeClient(f"hub+https://hub.example#{NODE_ID}", token or end.token, edge=port)
+def client_of(link: LinkEndpoint) -> NodeClient:
+    return NodeClient(f"hub+https://hub.example#{NODE_ID}", link)
 
 
-def port_of(node: RunningAgent) -> int:
-    return urlsplit(node.url).port or 0
+@contextlib.asynccontextmanager
+async def at_hub(node: RunningAgent, hub: HubOfTest) -> AsyncIterator[None]:
+    """Have the agent take links that a hub introduces."""
+    hub.node_keys, hub.acceptor = load_keys(), node.agent.links
+    node.agent.links.hub = HubIntroduction(hub.signer.key)
+    node.agent.links._pin = no_pin
+    node.agent.links._own = NODE
+    yield
+    await node.agent.links.close_link(hub.edge_id)
+
+
+@contextlib.asynccontextmanager
+async def linked(hub: HubOfTest) -> AsyncIterator[LinkEndpoint]:
+    """Run the coordinator's end."""
+    async with await dialling(hub).open() as link:
+        yield link
 
 
 async def test_an_upload_goes_on_when_the_gateway_is_killed_and_restarted(
@@ -44,9 +59,9 @@ async def test_an_upload_goes_on_when_the_gateway_is_killed_and_restarted(
 ) -> None:
     hub = HubOfTest()
     async with (
+        at_hub(node, hub),
         gateways(hub) as (gateway,),
-        accepting(hub, port_of(node), node.agent.tokens),
-        edge(hub) as end,
+        linked(hub) as end,
         client_of(end) as client,
     ):
         assert (await client.node()).name == "attic"
@@ -60,21 +75,17 @@ async def test_an_upload_goes_on_when_the_gateway_is_killed_and_restarted(
         assert end.status().path is PathKind.RELAY
 
 
-async def test_the_agent_takes_the_edges_token_while_the_edge_lives_and_no_other(
-    node: RunningAgent,
-) -> None:
+async def test_the_agent_serves_a_link_while_it_lives_and_not_after(node: RunningAgent) -> None:
     hub = HubOfTest()
-    async with gateways(hub), accepting(hub, port_of(node), node.agent.tokens) as acceptor:
-        async with edge(hub) as end:
-            async with client_of(end, token="x" * 43) as stranger:
-                with pytest.raises(WrongTokenError):
-                    await stranger.node()
-            token = end.token
-            async with client_of(end) as client:
-                assert (await client.servers()) == ()
-        await acceptor.close_edge(hub.edge_id)
-    assert not node.agent.tokens.takes(token)
-    assert node.agent.tokens.takes(node.token)
+    async with at_hub(node, hub), gateways(hub), linked(hub) as link, client_of(link) as client:
+        assert (await client.servers()) == ()
+        hub.revoke()
+        await node.agent.links.close_link(hub.edge_id)
+        await link.wait_failed()
+        with pytest.raises(NodeUnreachableError):
+            await client.servers()
+    # Links of the cluster are none of the hub's.
+    assert (await node.client.servers()) == ()
 
 
 async def test_a_node_that_calls_itself_another_one_than_the_edge_has_proved_is_not_believed(
@@ -83,9 +94,9 @@ async def test_a_node_that_calls_itself_another_one_than_the_edge_has_proved_is_
     hub = HubOfTest()
     identity = node.agent.identity
     async with (
+        at_hub(node, hub),
         gateways(hub),
-        accepting(hub, port_of(node), node.agent.tokens),
-        edge(hub) as end,
+        linked(hub) as end,
         client_of(end) as client,
     ):
         assert (await client.node()).node_id == NODE_ID
@@ -99,9 +110,6 @@ async def test_a_node_that_calls_itself_another_one_than_the_edge_has_proved_is_
 
 async def test_the_agents_own_route_takes_a_direct_edge(node: RunningAgent) -> None:
     hub = HubOfTest(direct_urls=(node.url.replace("http", "ws"),))
-    async with accepting(hub, port_of(node), node.agent.tokens) as acceptor:
-        node.agent.edges = acceptor
-        async with edge(hub) as end, client_of(end) as client:
-            assert end.status().path is PathKind.DIRECT
-            assert await client.echo(os.urandom(2**20)) == 2**20
-        node.agent.edges = None
+    async with at_hub(node, hub), linked(hub) as end, client_of(end) as client:
+        assert end.status().path is PathKind.DIRECT
+        assert await client.echo(os.urandom(2**20)) == 2**20

@@ -1,20 +1,34 @@
 """What a relay can do to the messages that it carries, and what it learns."""
 
 import asyncio
+import hmac
 import os
 import struct
 from collections.abc import Callable
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
 from linkcpp.link.channel import SecureChannel
 from linkcpp.link.core import NO_EPOCH, Resume
-from linkcpp.link.handshake import initiate, respond
+from linkcpp.link.handshake import Agreed, Introduction, cluster_psk, initiate, respond
+from linkcpp.link.noise import KEY_BYTES
 from linkcpp.link.records import RecordType
 from linkcpp.link.transport import TransportLostError
 from linkcpp.registry.relay import RelayCloseCode
-from tests.link.programs import echo_server, pump, until
-from tests.link.transports import EPOCHS, Meddler, edge_keys, link_pair, transports
+from tests.link.edges import BACKBONE, NODE, TARGET
+from tests.link.programs import echo_server, exchange, until
+from tests.link.transports import (
+    EPOCHS,
+    INTRODUCTIONS,
+    TOKEN,
+    Meddler,
+    MemoryTransport,
+    known_peers,
+    link_pair,
+    members,
+    transports,
+)
 
 FIRST = Resume(EPOCHS[0], NO_EPOCH, 0)
 SECOND = Resume(EPOCHS[1], EPOCHS[0], 0)
@@ -60,6 +74,7 @@ MEDDLERS: dict[str, Callable[[], Meddler]] = {
     "reordered": Swap,
     "left out": DropFirst,
     "truncated": lambda: lambda message: [message[:-1]],
+    "cut to a tag": lambda: lambda message: [message[-16:]],
     "cut to nothing": lambda: lambda message: [b""],
     "grown": lambda: lambda message: [message + b"\0"],
     "far too long": lambda: lambda _: [bytes(1 << 20)],
@@ -67,15 +82,18 @@ MEDDLERS: dict[str, Callable[[], Meddler]] = {
 }
 
 
+@pytest.mark.parametrize("introduced", INTRODUCTIONS)
 @pytest.mark.parametrize("what", MEDDLERS)
 async def test_a_record_that_was_meddled_with_ends_the_link_and_reaches_no_stream(
-    what: str,
+    what: str, introduced: str
 ) -> None:
-    async with echo_server() as echo, link_pair(echo.port) as pair:
-        _, writer = await asyncio.open_connection("127.0.0.1", pair.port)
+    introductions = INTRODUCTIONS[introduced]()
+    async with echo_server() as echo, link_pair(echo.port, introductions) as pair:
+        _, writer = pair.open()
         await until(lambda: echo.connection_count == 1)
         pair.transports[0].meddler = MEDDLERS[what]()
-        pings = [pair.channels[0].ping() for _ in range(3)]
+        pings = [asyncio.create_task(pair.channels[0].ping()) for _ in range(3)]
+        await asyncio.sleep(0)  # the first message is a ping: one may arrive as it was sent
         writer.write(b"never to arrive")
         outcomes = await asyncio.gather(*pings, return_exceptions=True)
         assert any(isinstance(outcome, TransportLostError) for outcome in outcomes)
@@ -85,15 +103,14 @@ async def test_a_record_that_was_meddled_with_ends_the_link_and_reaches_no_strea
         assert pair.transports[1].closed is not None
         assert pair.transports[1].closed[0] == RelayCloseCode.RECORD_INVALID
         assert echo.received_bytes == 0
-        writer.close()
+        writer.transport.abort()
 
 
 async def test_records_of_an_older_link_open_on_no_other() -> None:
     async with echo_server() as echo, link_pair(echo.port) as first:
         await first.channels[0].ping()
         old = first.transports[0].sent[1:]
-        second = type(first)(echo.port)
-        second.keys = first.keys
+        second = type(first)(echo.port, first.introductions)
         await second.connect()
         second.transports[0].meddler = lambda _: old
         with pytest.raises(TransportLostError):
@@ -102,22 +119,26 @@ async def test_records_of_an_older_link_open_on_no_other() -> None:
         await second.aclose()
 
 
-async def test_a_relay_sees_nothing_of_what_it_carries() -> None:
+@pytest.mark.parametrize("introduced", INTRODUCTIONS)
+async def test_a_relay_sees_nothing_of_what_it_carries(introduced: str) -> None:
     secret = b"the prompt of somebody, in plain words " * 40
-    async with echo_server() as echo, link_pair(echo.port) as pair:
-        assert await pump(pair.port, secret) == secret
+    introductions = INTRODUCTIONS[introduced]()
+    async with echo_server() as echo, link_pair(echo.port, introductions) as pair:
+        assert await exchange(pair.open(), secret) == secret
         sent = [message for transport in pair.transports for message in transport.sent]
         assert sum(map(len, sent)) > 2 * len(secret)
-        assert not any(secret[:39] in message for message in sent)
+        hidden = (secret[:39], TARGET.encode(), BACKBONE.name.encode(), NODE.name.encode())
+        assert not any(each in message for each in hidden for message in sent)
 
 
 async def test_a_first_message_that_was_recorded_moves_no_session() -> None:
     async with echo_server() as echo, link_pair(echo.port) as pair:
+        await pair.channels[0].ping()
         recorded = pair.transports[0].sent[0]
         attacker, node = transports()
         await attacker.send(recorded)
-        agreed = await respond(node, pair.keys[1], lambda _: pair.node.core.resume)
-        channel = SecureChannel(node, agreed, path="forged", on_attach=pair._attach)
+        agreed = await respond(node, pair.introductions[1], lambda _: pair.node.core.resume)
+        channel = SecureChannel(node, agreed, path="forged", on_attach=pair.attach)
         await attacker.receive()
         for message in pair.transports[0].sent[1:]:
             await attacker.send(message)
@@ -128,27 +149,121 @@ async def test_a_first_message_that_was_recorded_moves_no_session() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 40, -1])
-async def test_an_altered_handshake_is_refused_with_its_close_code(place: int) -> None:
-    (near, far), (backbone, node) = transports(), edge_keys()
+@pytest.mark.parametrize("introduced", INTRODUCTIONS)
+async def test_an_altered_handshake_is_refused_with_its_close_code(
+    introduced: str, place: int
+) -> None:
+    (near, far), (backbone, node) = transports(), INTRODUCTIONS[introduced]()
     near.meddler = flip_bit(place)
-    results = await asyncio.gather(
-        initiate(near, backbone, FIRST),
-        respond(far, node, lambda _: SECOND),
-        return_exceptions=True,
-    )
+    results = await shake_hands(near, far, backbone, node)
     assert all(isinstance(result, TransportLostError) for result in results)
     assert far.closed is not None
     assert far.closed[0] == RelayCloseCode.HANDSHAKE_FAILED
 
 
-async def test_a_machine_with_another_key_is_refused() -> None:
-    (near, far), (backbone, _), (_, stranger) = transports(), edge_keys(), edge_keys()
-    results = await asyncio.gather(
-        initiate(near, backbone, FIRST),
-        respond(far, stranger, lambda _: SECOND),
+async def shake_hands(
+    near: MemoryTransport, far: MemoryTransport, first: Introduction, second: Introduction
+) -> tuple[Agreed | BaseException, Agreed | BaseException]:
+    return await asyncio.gather(
+        initiate(near, first, FIRST),
+        respond(far, second, lambda _: SECOND),
         return_exceptions=True,
     )
+
+
+@pytest.mark.parametrize("message", [1, 2])
+async def test_an_answer_that_was_altered_is_refused_by_whoever_reads_it(message: int) -> None:
+    """The second message is the node's, the third proves who the coordinator is."""
+    (near, far), (backbone, node) = transports(), members()
+    (far if message == 1 else near).meddler = AlterNumber(message // 2)
+    results = await shake_hands(near, far, backbone, node)
+    reader = far if message == 2 else near
+    assert isinstance(results[1], TransportLostError)
+    assert reader.closed is not None
+    assert reader.closed[0] == RelayCloseCode.HANDSHAKE_FAILED
+
+
+class AlterNumber:
+    """Alters the last byte of one message."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __call__(self, message: bytes) -> list[bytes]:
+        self._left -= 1
+        return flip_bit(-1)(message) if self._left == -1 else [message]
+
+
+async def test_a_machine_with_another_key_is_refused() -> None:
+    (near, far), (backbone, _), (_, stranger) = transports(), known_peers(), known_peers()
+    results = await shake_hands(near, far, backbone, stranger)
     assert all(isinstance(result, TransportLostError) for result in results)
+
+
+async def test_a_machine_with_another_token_is_refused_before_it_is_answered() -> None:
+    (near, far), (backbone, node) = transports(), members("one token", "another one")
+    results = await shake_hands(near, far, backbone, node)
+    assert all(isinstance(result, TransportLostError) for result in results)
+    assert far.sent == []
+    assert far.closed is not None
+    assert far.closed[0] == RelayCloseCode.HANDSHAKE_FAILED
+
+
+async def test_machines_of_a_cluster_learn_who_the_other_is_and_by_which_key() -> None:
+    (near, far), (backbone, node) = transports(), members()
+    first, second = await shake_hands(near, far, backbone, node)
+    assert isinstance(first, Agreed)
+    assert isinstance(second, Agreed)
+    assert (first.machine, second.machine) == (NODE, BACKBONE)
+    assert raw(first.peer_key) == raw(node.own_key.public_key())
+    assert raw(second.peer_key) == raw(backbone.own_key.public_key())
+    assert (first.own, first.peer) == (second.peer, second.own) == (FIRST, SECOND)
+    assert first.keys.handshake_hash == second.keys.handshake_hash
+
+
+def raw(key: X25519PublicKey) -> bytes:
+    return key.public_bytes_raw()
+
+
+def mixed(change: str) -> tuple[Introduction, Introduction]:
+    """What both know, but for one thing."""
+    (backbone, node), (member, _) = known_peers(), members()
+    both: dict[str, tuple[Introduction, Introduction]] = {
+        "the link": (backbone._replace(link_id="cd" * 16), node),
+        "who dials": (backbone._replace(own=NODE), node),
+        "who was dialled": (backbone, node._replace(own=BACKBONE)),
+        "a link of the cluster": (member._replace(link_id="cd" * 16), members()[1]),
+        "who introduced them": (member, node),
+    }
+    return both[change]
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["the link", "who dials", "who was dialled", "a link of the cluster", "who introduced them"],
+)
+async def test_both_must_agree_on_the_link_and_on_who_they_are(change: str) -> None:
+    results = await shake_hands(*transports(), *mixed(change))
+    assert all(isinstance(result, TransportLostError) for result in results)
+
+
+def test_what_the_token_proves_does_not_tell_the_token() -> None:
+    assert cluster_psk(TOKEN) == cluster_psk(TOKEN)
+    assert cluster_psk(TOKEN) != cluster_psk(TOKEN + "x")
+    assert len(cluster_psk(TOKEN)) == KEY_BYTES
+    # RFC 5869 by hand: extract with a salt of zeros, expand for one block.
+    extracted = hmac.digest(bytes(32), TOKEN.encode(), "sha256")
+    assert cluster_psk(TOKEN) == hmac.digest(extracted, b"linkcpp cluster token\x01", "sha256")
+
+
+async def test_a_goodbye_is_told_at_the_end_that_was_dialled() -> None:
+    async with echo_server() as echo, link_pair(echo.port) as pair:
+        await pair.channels[0].ping()
+        leaving = asyncio.create_task(pair.channels[0].say_goodbye())
+        await until(lambda: pair.goodbye_count)
+        await pair.channels[1].close()
+        await leaving
+        assert pair.goodbye_count == 1
 
 
 @pytest.mark.parametrize(
@@ -159,6 +274,7 @@ async def test_a_machine_with_another_key_is_refused() -> None:
         bytes([RecordType.PING]) + bytes(9),
         bytes([RecordType.ATTACH]) + bytes(7),
         struct.pack("<BQ", RecordType.ATTACH, 0),
+        bytes([RecordType.BYE]),
         b"\xff" * 40,
     ],
 )
@@ -193,11 +309,3 @@ class StalledTransport:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._transport, name)
-
-
-def test_the_token_is_one_for_an_edge_and_both_ends_derive_it() -> None:
-    backbone, node = edge_keys()
-    assert backbone.agent_token() == node.agent_token()
-    assert len(backbone.agent_token()) == 43
-    assert backbone._replace(edge_id="cd" * 16).agent_token() != backbone.agent_token()
-    assert edge_keys()[0].agent_token() != backbone.agent_token()

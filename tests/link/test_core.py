@@ -7,24 +7,40 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from linkcpp.link.core import NO_EPOCH, EdgeCore, Resume
-from linkcpp.link.records import CHUNK_BYTES, EdgeLimits, FrameType, RecordType, ResetCode
+from linkcpp.link.core import NO_EPOCH, LinkCore, Resume
+from linkcpp.link.records import (
+    CHUNK_BYTES,
+    MAX_REASON_BYTES,
+    MAX_TARGET_BYTES,
+    FrameType,
+    LinkLimits,
+    RecordType,
+    ResetCode,
+)
 from linkcpp.link.session import SessionError
 from linkcpp.link.streams import Aborted, Finished, Opened, Received, Writable
 from tests.support.lengths import repeated
 
-LIMITS = EdgeLimits(streams=3, window_bytes=1000, unacknowledged_bytes=1500, control_frames=16)
+LIMITS = LinkLimits(streams=3, window_bytes=1000, unacknowledged_bytes=1500, control_frames=16)
 BACKBONE, NODE = b"B" * 16, b"N" * 16
-
+TARGET = "api"
 
 FEW = st.integers(1, 6)
 
 
+def target_of(stream: int) -> str:
+    return f"target/{stream}"
+
+
+def reason_of(stream: int) -> str:
+    return f"stream {stream} is not wanted: ärger"
+
+
 class End:
-    """One end of an edge, and what came out of its streams."""
+    """One end of a link, and what came out of its streams."""
 
     def __init__(self, *, epoch: bytes, peer_epoch: bytes, opens: bool) -> None:
-        self.core = EdgeCore(epoch=epoch, peer_epoch=peer_epoch, opens=opens, limits=LIMITS)
+        self.core = LinkCore(epoch=epoch, peer_epoch=peer_epoch, opens=opens, limits=LIMITS)
         self.got: dict[int, bytes] = {}
         self.untaken: dict[int, int] = {}
         self.finished: set[int] = set()
@@ -34,7 +50,8 @@ class End:
         self.core.receive(record)
         for event in self.core.streams.take_events():
             match event:
-                case Opened(stream):
+                case Opened(stream, target):
+                    assert target == target_of(stream)
                     self.got[stream] = b""
                 case Received(stream, data):
                     assert stream not in self.finished
@@ -44,7 +61,8 @@ class End:
                 case Finished(stream):
                     assert stream not in self.finished
                     self.finished.add(stream)
-                case Aborted(stream):
+                case Aborted(stream, code, reason):
+                    assert (code, reason) == (ResetCode.REFUSED, reason_of(stream))
                     self.aborted.add(stream)
                 case Writable():
                     pass
@@ -92,7 +110,8 @@ class Edges(RuleBasedStateMachine):
     @precondition(lambda self: self.ends[0].core.streams.has_room)
     @rule()
     def open(self) -> None:
-        stream = self.ends[0].core.streams.open()
+        streams = self.ends[0].core.streams
+        stream = streams.open(target_of(streams._last_id + 1))
         assert stream is not None
         for written in self.written:
             written[stream] = b""
@@ -126,7 +145,7 @@ class Edges(RuleBasedStateMachine):
         stream = data.draw(st.sampled_from(known))
         self.ended[side].add(stream)
         if aborts:
-            end.core.streams.abort(stream)
+            end.core.streams.abort(stream, ResetCode.REFUSED, reason_of(stream))
             end.aborted.add(stream)
             self.broken.add(stream)
         else:
@@ -229,15 +248,15 @@ Edges.TestCase.settings = settings(
 test_two_ends_whatever_happens_to_the_channel = Edges.TestCase
 
 
-def pair(limits: EdgeLimits = LIMITS) -> tuple[EdgeCore, EdgeCore]:
-    backbone = EdgeCore(epoch=BACKBONE, peer_epoch=NODE, opens=True, limits=limits)
-    node = EdgeCore(epoch=NODE, peer_epoch=BACKBONE, opens=False, limits=limits)
+def pair(limits: LinkLimits = LIMITS) -> tuple[LinkCore, LinkCore]:
+    backbone = LinkCore(epoch=BACKBONE, peer_epoch=NODE, opens=True, limits=limits)
+    node = LinkCore(epoch=NODE, peer_epoch=BACKBONE, opens=False, limits=limits)
     backbone.attach(0)
     node.attach(0)
     return backbone, node
 
 
-def pass_on(sender: EdgeCore, receiver: EdgeCore) -> list[object]:
+def pass_on(sender: LinkCore, receiver: LinkCore) -> list[object]:
     events: list[object] = []
     while (record := sender.next_record()) is not None:
         receiver.receive(record)
@@ -245,8 +264,8 @@ def pass_on(sender: EdgeCore, receiver: EdgeCore) -> list[object]:
     return events
 
 
-def open_stream(core: EdgeCore) -> int:
-    stream = core.streams.open()
+def open_stream(core: LinkCore) -> int:
+    stream = core.streams.open(TARGET)
     assert stream is not None
     return stream
 
@@ -264,11 +283,11 @@ def test_opening_a_stream_and_sending_takes_no_answer() -> None:
     stream = open_stream(backbone)
     backbone.streams.write(stream, b"GET /")
     events = pass_on(backbone, node)
-    assert events == [Opened(1), Received(1, memoryview(b"GET /"))]
+    assert events == [Opened(1, TARGET), Received(1, memoryview(b"GET /"))]
 
 
 def test_a_small_message_waits_for_at_max_one_chunk_of_bulk() -> None:
-    backbone, _ = pair(EdgeLimits())
+    backbone, _ = pair(LinkLimits())
     bulk = [open_stream(backbone) for _ in range(3)]
     for stream in bulk:
         backbone.streams.write(stream, bytes(CHUNK_BYTES))
@@ -315,6 +334,8 @@ def test_an_idle_direction_is_acknowledged_all_the_same() -> None:
         (data_record(0, frame(FrameType.DATA, 7, b"x")), "never opened"),
         (data_record(0, frame(FrameType.OPEN, 0)), "may not be opened"),
         (data_record(0, frame(99, 1)), "never opened"),
+        (data_record(0, frame(FrameType.OPEN, 1, bytes(MAX_TARGET_BYTES + 1))), "never opened"),
+        (data_record(0, frame(FrameType.OPEN, 1, b"\xc3\xa4")), "may not be opened"),
         (data_record(0, frame(FrameType.OPEN, 1), wanted=1), "which is not the next one"),
         (struct.pack("<BQ", RecordType.ACK, 2**64 - 1), "which is not the next one"),
     ],
@@ -336,6 +357,10 @@ def test_a_record_that_breaks_the_rules_ends_the_session(record: bytes, reason: 
         ([frame(FrameType.WINDOW, 1, struct.pack("<I", 1))], "a window of 1001 bytes"),
         ([frame(FrameType.WINDOW, 1, struct.pack("<I", 0))], "a window of 1000 bytes"),
         ([frame(FrameType.RESET, 1, b"")], "a frame of type 5 with 0 bytes"),
+        (
+            [frame(FrameType.RESET, 1, bytes(4 + MAX_REASON_BYTES + 1))],
+            "a frame of type 5 with 405",
+        ),
         ([frame(FrameType.OPEN, 1)], "may not be opened"),
     ],
 )
@@ -362,8 +387,35 @@ def test_a_stream_beyond_the_bound_is_reset_and_the_others_go_on() -> None:
     node.receive(data_record(4, frame(FrameType.DATA, 4, b"late")))
     record = node.next_record()
     assert record is not None
-    assert record.endswith(frame(FrameType.RESET, 4, struct.pack("<I", ResetCode.TOO_MANY)))
+    body = struct.pack("<I", ResetCode.TOO_MANY) + b"too many streams are open"
+    assert record.endswith(frame(FrameType.RESET, 4, body))
     assert [type(event) for event in node.streams.take_events()] == [Opened] * 3
+
+
+def test_why_a_stream_was_reset_reaches_the_other_end_in_words() -> None:
+    backbone, node = pair()
+    stream = open_stream(backbone)
+    assert pass_on(backbone, node) == [Opened(stream, TARGET)]
+    node.streams.abort(stream, ResetCode.REFUSED, "no such server")
+    assert pass_on(node, backbone) == [Aborted(stream, ResetCode.REFUSED, "no such server")]
+    assert backbone.streams.stream_count == node.streams.stream_count == 0
+
+
+def test_a_long_reason_is_cut_to_what_the_peer_takes() -> None:
+    backbone, node = pair()
+    stream = open_stream(backbone)
+    pass_on(backbone, node)
+    node.streams.abort(stream, ResetCode.REFUSED, "ä" * MAX_REASON_BYTES)
+    (event,) = pass_on(node, backbone)
+    assert isinstance(event, Aborted)
+    assert event.reason == "ä" * (MAX_REASON_BYTES // 2)
+
+
+def test_a_target_may_be_as_long_as_the_wire_has_room_for() -> None:
+    backbone, node = pair()
+    target = "t" * MAX_TARGET_BYTES
+    backbone.streams.open(target)
+    assert pass_on(backbone, node) == [Opened(1, target)]
 
 
 def test_local_connections_that_come_and_go_without_a_channel_are_bounded() -> None:

@@ -9,11 +9,20 @@ from hypothesis import strategies as st
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.link.choosing import Path, PathKind, RoundTrips, choose
-from linkcpp.link.endpoint import EdgeEndpoint
-from linkcpp.link.offers import EdgeEndedError
-from linkcpp.link.status import EdgeState
+from linkcpp.link.offers import LinkEndedError
+from linkcpp.link.status import ConnectionState
+from linkcpp.link.supply import OfferSupply
 from tests.link.agent import direct_route
-from tests.link.edges import QUICK, HubOfTest, edge, gateways, node_beyond, running_node
+from tests.link.edges import (
+    QUICK,
+    TARGET,
+    End,
+    HubOfTest,
+    edge,
+    gateways,
+    node_beyond,
+    running_node,
+)
 from tests.link.programs import pump, until
 from tests.support.slow_relay import SlowRelay, slow_relay
 
@@ -101,7 +110,9 @@ async def test_a_direct_path_that_comes_up_later_is_changed_to_in_a_transfer() -
         transfer = asyncio.create_task(pump(end.port, data := os.urandom(20 * MEBIBYTE)))
         # The next offer names the address; the last one is used until its ticket ends.
         hub.direct_urls = (f"ws://127.0.0.1:{port}",)
-        end._supply._offer = None
+        supply = end.link._supply
+        assert isinstance(supply, OfferSupply)
+        supply._offer = None
         await until(lambda: end.status().path is PathKind.DIRECT)
         assert await transfer == data
         status = end.status()
@@ -164,7 +175,7 @@ async def test_a_network_that_falls_silent_is_noticed_and_got_over() -> None:
         transfer = asyncio.create_task(pump(end.port, data))
         await until(lambda: node.echo.received_bytes > MEBIBYTE)
         network.is_silent = True
-        await until(lambda: end.status().state is EdgeState.RECONNECTING)
+        await until(lambda: end.status().state is ConnectionState.RECONNECTING)
         problem = end.status().problem
         assert problem is not None
         assert "nothing came for 1 seconds" in problem
@@ -175,9 +186,9 @@ async def test_a_network_that_falls_silent_is_noticed_and_got_over() -> None:
         assert node.echo.connection_count == 1
 
 
-async def cut_again_and_again(network: SlowRelay, end: EdgeEndpoint, count: int) -> None:
+async def cut_again_and_again(network: SlowRelay, end: End, count: int) -> None:
     for number in range(count):
-        await until(lambda: end.status().state is EdgeState.UP)
+        await until(lambda: end.status().state is ConnectionState.UP)
         assert await pump(end.port, b"between two cuts") == b"between two cuts"
         network.cut()
         await until(lambda: end.status().reconnect_count > number)  # noqa: B023
@@ -221,7 +232,7 @@ async def test_another_gateway_is_asked_for_when_one_has_failed() -> None:
         first = end.status().gateway_id
         lost = next(one for one in node.gateways if one.gateway_id == first)
         await lost.stop()
-        await until(lambda: end.status().state is EdgeState.UP and hub.asked[-1])
+        await until(lambda: end.status().state is ConnectionState.UP and hub.asked[-1])
         assert hub.asked[-1] == (first,)
         assert end.status().gateway_id not in (None, first)
         assert await pump(end.port, b"by the other") == b"by the other"
@@ -233,9 +244,9 @@ async def test_a_hub_that_is_away_does_not_keep_two_machines_apart() -> None:
         (gateway,) = node.gateways
         hub.problem = LinkcppError("The hub does not answer.")
         await gateway.stop()
-        await until(lambda: end.status().state is EdgeState.RECONNECTING)
+        await until(lambda: end.status().state is ConnectionState.RECONNECTING)
         await gateway.start()
-        await until(lambda: end.status().state is EdgeState.UP)
+        await until(lambda: end.status().state is ConnectionState.UP)
         assert await pump(end.port, b"with the old offer") == b"with the old offer"
 
 
@@ -246,12 +257,14 @@ async def test_an_edge_that_is_not_wanted_any_more_fails_for_good() -> None:
         hub.revoke()
         assert gateway.relay is not None
         gateway.relay.close_edges([hub.edge_id])
-        error = await end.wait_failed()
+        error = await end.link.wait_failed()
         assert error.message == "The hub does not know this machine any more."
-        assert end.status().state is EdgeState.FAILED
+        assert end.status().state is ConnectionState.FAILED
         assert end.status().problem == error.message
         with pytest.raises(OSError):
-            await asyncio.open_connection("127.0.0.1", end.port)
+            await pump(end.port, b"nothing")
+        with pytest.raises(ConnectionError, match="does not know this machine"):
+            end.link.connect(TARGET)
 
 
 async def test_a_node_that_never_comes_is_told_in_words() -> None:
@@ -260,7 +273,7 @@ async def test_a_node_that_never_comes_is_told_in_words() -> None:
         with pytest.raises(LinkcppError, match=r"was not reached in 0\.5 seconds"):
             async with edge(hub, timeout_seconds=0.5):
                 pass
-        hub.problem = EdgeEndedError("There is no such node.")
-        with pytest.raises(EdgeEndedError, match="no such node"):
+        hub.problem = LinkEndedError("There is no such node.")
+        with pytest.raises(LinkEndedError, match="no such node"):
             async with edge(hub):
                 pass

@@ -6,15 +6,26 @@ from collections.abc import AsyncIterator, Callable
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from linkcpp.link.acceptor import LinkUser
 from linkcpp.link.channel import SecureChannel
-from linkcpp.link.core import EdgeCore, Resume
-from linkcpp.link.handshake import EdgeKeys, initiate, respond
-from linkcpp.link.pump import StreamPump, open_loopback
-from linkcpp.link.records import EdgeLimits
+from linkcpp.link.core import LinkCore, Resume
+from linkcpp.link.handshake import (
+    ClusterMember,
+    Introduction,
+    KnownPeer,
+    cluster_psk,
+    initiate,
+    respond,
+)
+from linkcpp.link.pump import StreamPump
+from linkcpp.link.records import LinkLimits
+from linkcpp.link.stream_transport import StreamTransport
+from linkcpp.link.tcp_handler import Streams
 from linkcpp.link.transport import TransportLostError
-from tests.link.edges import BACKBONE_ID, NODE_ID
+from tests.link.edges import BACKBONE, NODE, TARGET, behind
 
-EDGE_ID = "ab" * 16
+LINK_ID = "ab" * 16
+TOKEN = "a-cluster-token-of-a-test"
 EPOCHS = (b"B" * 16, b"N" * 16)
 
 # Gets a message and returns those that are passed on in its place.
@@ -56,42 +67,74 @@ def transports() -> tuple[MemoryTransport, MemoryTransport]:
     return MemoryTransport(back, there), MemoryTransport(there, back)
 
 
-def edge_keys() -> tuple[EdgeKeys, EdgeKeys]:
+def known_peers() -> tuple[KnownPeer, KnownPeer]:
+    """What both sides know whom a hub introduced to each other."""
     backbone, node = X25519PrivateKey.generate(), X25519PrivateKey.generate()
-    ids = (EDGE_ID, BACKBONE_ID, NODE_ID)
-    return EdgeKeys(backbone, node.public_key(), *ids), EdgeKeys(node, backbone.public_key(), *ids)
+    return (
+        KnownPeer(backbone, node.public_key(), LINK_ID, BACKBONE, NODE),
+        KnownPeer(node, backbone.public_key(), LINK_ID, NODE, BACKBONE),
+    )
+
+
+def members(*tokens: str) -> tuple[ClusterMember, ClusterMember]:
+    """What two machines of a cluster know; they may be given two tokens."""
+    backbone, node = X25519PrivateKey.generate(), X25519PrivateKey.generate()
+    psks = [cluster_psk(token) for token in tokens or (TOKEN,)]
+    return (
+        ClusterMember(backbone, psks[0], LINK_ID, BACKBONE),
+        ClusterMember(node, psks[-1], LINK_ID, NODE),
+    )
+
+
+INTRODUCTIONS: dict[str, Callable[[], tuple[Introduction, Introduction]]] = {
+    "by a hub": known_peers,
+    "by the cluster's token": members,
+}
 
 
 class LinkPair:
     """Two channels that carry a session each; the node's streams lead to a port of loopback."""
 
-    def __init__(self, agent_port: int) -> None:
-        self.agent_port = agent_port
+    def __init__(
+        self, program_port: int, introductions: tuple[Introduction, Introduction] | None = None
+    ) -> None:
         self.transports = transports()
-        self.keys = edge_keys()
+        self.introductions = introductions or known_peers()
         cores = [
-            EdgeCore(epoch=EPOCHS[0], peer_epoch=EPOCHS[1], opens=True, limits=EdgeLimits()),
-            EdgeCore(epoch=EPOCHS[1], peer_epoch=EPOCHS[0], opens=False, limits=EdgeLimits()),
+            LinkCore(epoch=EPOCHS[0], peer_epoch=EPOCHS[1], opens=True, limits=LinkLimits()),
+            LinkCore(epoch=EPOCHS[1], peer_epoch=EPOCHS[0], opens=False, limits=LinkLimits()),
         ]
+        user = LinkUser(LINK_ID, BACKBONE)
+        serve = behind(program_port)
         self.backbone = StreamPump(cores[0])
-        self.node = StreamPump(cores[1], connect=lambda: open_loopback("127.0.0.1", agent_port))
+        self.node = StreamPump(cores[1], serve=lambda target, port: serve(user, target, port))
+        self.goodbye_count = 0
         self.channels: tuple[SecureChannel, SecureChannel]
-        self.port = 0
-        self._server: asyncio.Server | None = None
 
-    async def listen(self) -> None:
-        """Open the loopback port whose connections are carried."""
-        self._server = await asyncio.start_server(self.backbone.carry, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
+    def open(self) -> Streams:
+        """Open a stream to the program."""
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport = self.backbone.open(
+            TARGET, lambda port: StreamTransport(port, lambda: protocol, {})
+        )
+        assert isinstance(transport, StreamTransport)
+        return reader, asyncio.StreamWriter(transport, protocol, reader, asyncio.get_running_loop())
 
     async def connect(self) -> None:
         agreed = await asyncio.gather(
-            initiate(self.transports[0], self.keys[0], self.backbone.core.resume),
-            respond(self.transports[1], self.keys[1], self._answer),
+            initiate(self.transports[0], self.introductions[0], self.backbone.core.resume),
+            respond(self.transports[1], self.introductions[1], self._answer),
         )
         self.channels = (
             SecureChannel(self.transports[0], agreed[0], path="test"),
-            SecureChannel(self.transports[1], agreed[1], path="test", on_attach=self._attach),
+            SecureChannel(
+                self.transports[1],
+                agreed[1],
+                path="test",
+                on_attach=self.attach,
+                on_goodbye=self._said_goodbye,
+            ),
         )
         self.backbone.carried_by(self.channels[0], agreed[0].peer.wanted)
         self.channels[0].attach(self.backbone, self.backbone.core.resume.wanted)
@@ -99,13 +142,15 @@ class LinkPair:
     def _answer(self, _: Resume) -> Resume:
         return self.node.core.resume
 
-    def _attach(self, channel: SecureChannel, wanted: int) -> None:
+    def attach(self, channel: SecureChannel, wanted: int) -> None:
+        """Let a channel carry the node's session."""
         self.node.carried_by(channel, wanted)
         channel.carry(self.node)
 
+    def _said_goodbye(self) -> None:
+        self.goodbye_count += 1
+
     async def aclose(self) -> None:
-        if self._server is not None:
-            self._server.close()
         for channel in self.channels:
             await channel.close()
         await self.backbone.aclose()
@@ -113,11 +158,12 @@ class LinkPair:
 
 
 @contextlib.asynccontextmanager
-async def link_pair(agent_port: int) -> AsyncIterator[LinkPair]:
+async def link_pair(
+    program_port: int, introductions: tuple[Introduction, Introduction] | None = None
+) -> AsyncIterator[LinkPair]:
     """Shake hands over transports in memory."""
-    pair = LinkPair(agent_port)
+    pair = LinkPair(program_port, introductions)
     await pair.connect()
-    await pair.listen()
     try:
         yield pair
     finally:

@@ -26,6 +26,7 @@ from linkcpp.engine.records import (
 )
 from linkcpp.node.agent import AgentOptions, NodeAgent, measure_overhead
 from linkcpp.node.client import NodeClient
+from linkcpp.node.connector import open_client
 from tests.support.ports import free_port
 
 MEBIBYTE = 2**20
@@ -95,7 +96,7 @@ async def running_agent(
         await ready
         port = sockets[0].getsockname()[1]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        async with NodeClient(url, token) as client:
+        async with await open_client(url, token) as client:
             yield RunningAgent(agent, url, token, client)
     finally:
         stop.set()

@@ -10,12 +10,12 @@ import pytest
 from linkcpp.cluster.records import NodeRecord, NodeStatus
 from linkcpp.hub import presence_probe
 from linkcpp.hub.presence import presence
-from linkcpp.link.offers import EdgeEndedError, HubOffers
+from linkcpp.link.offers import HubOffers, LinkEndedError
 from linkcpp.node import membership
+from linkcpp.node.hub_discovery import describe_registered
 from linkcpp.node.membership import Membership, has_news
 from linkcpp.registry.connection import HubRefusedError
 from linkcpp.registry.edges import NODE_GONE, EdgeRequest
-from linkcpp.registry.hub_discovery import describe_registered
 from linkcpp.registry.records import NodeState, Presence, RegisteredNode, Role
 from tests.cluster.peers import COORDINATOR, fingerprint, node_record
 from tests.hub.hubs import Machine, RunningHub, node_state, running_hub
@@ -66,8 +66,8 @@ class NoEdges:
     async def offer(self, offer: object) -> None:
         raise AssertionError(f"nobody asked for {offer}")
 
-    async def close_edge(self, edge_id: str) -> None:
-        raise AssertionError(f"there is no edge {edge_id}")
+    async def close_link(self, link_id: str) -> None:
+        raise AssertionError(f"there is no edge {link_id}")
 
 
 class Watched:
@@ -173,5 +173,5 @@ async def test_a_node_that_was_killed_is_not_counted_on_though_no_heartbeat_is_l
         await watched.backbone.client.create_edge(EdgeRequest(node_id=watched.node.node_id))
     assert refused.value.code == NODE_GONE
     offers = HubOffers(watched.backbone.client, watched.node.node_id)
-    with pytest.raises(EdgeEndedError):
+    with pytest.raises(LinkEndedError):
         await offers.offer(())

@@ -20,7 +20,7 @@ from linkcpp.common.systemd import systemd_unit
 from linkcpp.common.units import format_bytes
 from linkcpp.engine.records import EngineLocation
 from linkcpp.node.agent import engine_or_problem
-from linkcpp.node.client import NodeClient
+from linkcpp.node.connector import open_client
 from linkcpp.node.limits import AGENT_BYTES
 from linkcpp.node.records import ServerRequest
 from tests.node.agents import agent_process
@@ -76,7 +76,7 @@ async def test_a_node_whose_engine_does_not_work_runs_and_says_so(
     nothing.mkdir()
     async with (
         agent_process(stock_engine, tmp_path / "node", "--engine", str(nothing)) as agent,
-        NodeClient(agent.url, agent.token) as client,
+        await open_client(agent.url, agent.token) as client,
     ):
         record: NodeRecord = await client.node()
         said = await asyncio.to_thread(agent.output.read_text)
@@ -214,7 +214,7 @@ async def test_an_owner_bounds_the_threads_and_reads_in_json_who_asked_for_what(
     options = ("--threads", "1", "--log-format", "json")
     async with (
         agent_process(stock_engine, tmp_path / "node", *options) as agent,
-        NodeClient(agent.url, agent.token) as client,
+        await open_client(agent.url, agent.token) as client,
     ):
         request = ServerRequest(deployment="d", device="CPU", memory_bytes=2**26, threads=64)
         server = await client.create_server(request)

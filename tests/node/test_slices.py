@@ -20,6 +20,7 @@ from linkcpp.model.slices.verifying import verify_file
 from linkcpp.node import slice_quota, slice_routes
 from linkcpp.node.agent import AgentOptions
 from linkcpp.node.client import NodeClient, NodeRefusedError
+from linkcpp.node.connector import open_client
 from linkcpp.node.records import SliceId, SliceRecord, SliceState
 from linkcpp.node.slice_files import file_pieces, manifest_segments, slice_id
 from tests.model.web_server import Handler, Server, asked_range, send_range
@@ -104,7 +105,7 @@ async def test_a_fetch_goes_on_after_the_agent_was_killed(
     request = request_for(publish(web) + "?signature=s3cret", *chosen)
     go_on = stall_after(web, 6)
     async with agent_process(stock_engine, home) as agent:
-        async with NodeClient(agent.url, agent.token) as client:
+        async with await open_client(agent.url, agent.token) as client:
             asked = await client.fetch_slice(request)
             await until_received(client, asked.slice_id, here.file_bytes // 4)
             children = agent.engine_processes()
@@ -117,7 +118,7 @@ async def test_a_fetch_goes_on_after_the_agent_was_killed(
     go_on.set()
     async with (
         agent_process(stock_engine, home) as agent,
-        NodeClient(agent.url, agent.token) as client,
+        await open_client(agent.url, agent.token) as client,
     ):
         record = await client.wait_slice(asked.slice_id)
     # What the first agent had finished was not fetched again.
@@ -153,7 +154,7 @@ async def test_an_upload_goes_on_after_the_agent_was_killed(
     half = len(content) // 2
     async with (
         agent_process(stock_engine, home) as agent,
-        NodeClient(agent.url, agent.token) as client,
+        await open_client(agent.url, agent.token) as client,
     ):
         await put_manifest(client, name, manifest.model_dump_json().encode())
         record = await put(client, name, 0, content[:half])
@@ -164,7 +165,7 @@ async def test_an_upload_goes_on_after_the_agent_was_killed(
     assert partial.exists()
     async with (
         agent_process(stock_engine, home) as agent,
-        NodeClient(agent.url, agent.token) as client,
+        await open_client(agent.url, agent.token) as client,
     ):
         resumed = await client.slice(name)
         largest = max(tensor.slab_bytes for tensor in manifest.tensors)

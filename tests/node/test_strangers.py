@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from linkcpp.engine.records import EngineLocation
-from linkcpp.node.client import NodeClient
+from linkcpp.node.connector import open_client
 from tests.node.agents import agent_process
 from tests.support.dripping import dripping
 
@@ -29,10 +29,10 @@ async def test_an_agent_serves_its_coordinator_while_strangers_hold_hundreds_of_
 ) -> None:
     async with agent_process(stock_engine, tmp_path / "node") as agent:
         port = httpx.URL(agent.url).port or 0
-        async with NodeClient(agent.url, agent.token) as known:
+        async with await open_client(agent.url, agent.token) as known:
             await known.node()
             async with dripping(port, ATTACKERS, said):
                 for _ in range(CALLS):
                     await known.node()
-                    async with NodeClient(agent.url, agent.token) as fresh:
+                    async with await open_client(agent.url, agent.token) as fresh:
                         await fresh.node()

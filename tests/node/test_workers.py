@@ -1,4 +1,4 @@
-"""Expert workers on a node: tokens, leases, memory, bridges that come back, nothing left over."""
+"""Expert workers on a node: tokens, leases, memory, streams that outlive paths, an end."""
 
 import asyncio
 import contextlib
@@ -21,11 +21,11 @@ from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.slices.segments import merge_segments
 from linkcpp.node.agent import AgentOptions
-from linkcpp.node.client import NodeClient, NodeRefusedError
+from linkcpp.node.client import NodeRefusedError
+from linkcpp.node.connector import open_client
 from linkcpp.node.managed_program import resident_bytes
 from linkcpp.node.records import (
     WORKER_SCRATCH_BYTES,
-    BridgeCloseCode,
     NewWorker,
     ServerState,
     SliceId,
@@ -34,10 +34,10 @@ from linkcpp.node.records import (
     WorkerRecord,
     WorkerRequest,
 )
-from linkcpp.node.worker_tunnel import WorkerTunnel
 from linkcpp.worker.frames import ErrorCode, FrameError
 from tests.model.test_slices import cut, flip
 from tests.node.agents import MEBIBYTE, RunningAgent, agent_process, running_agent
+from tests.node.links import break_path, worker_forward
 from tests.node.slices import cut_here, segments
 from tests.support.memory import peak_bytes
 from tests.support.models import qwen35moe
@@ -45,6 +45,8 @@ from tests.support.swarm import Running
 from tests.worker.test_worker import WIDTH, Peer
 
 HELD = ((0, 0, 7), (1, 0, 3))
+# What a local program sees of a stream that the node refuses.
+REFUSED = (ConnectionError, EOFError)
 ROWS = np.random.default_rng(5).standard_normal((6, WIDTH)).astype(np.float32)
 
 
@@ -116,7 +118,7 @@ def rpc_server_of(node: RunningAgent, worker: WorkerRecord) -> psutil.Process:
     raise AssertionError("the worker has no rpc-server")
 
 
-async def test_rows_through_tunnel_and_bridge_are_those_of_the_worker_to_the_bit(
+async def test_rows_over_a_link_are_those_of_the_worker_to_the_bit(
     engine: EngineLocation, tmp_path: Path
 ) -> None:
     experts = [0, 3, 5, 7, 2, 2]
@@ -127,19 +129,19 @@ async def test_rows_through_tunnel_and_bridge_are_those_of_the_worker_to_the_bit
         assert record.memory_bytes == record.slab_bytes + WORKER_SCRATCH_BYTES
         direct = await ask(node.agent.workers.get(record.worker_id).port, made.token, experts)
         assert np.abs(direct).sum() > 0
-        async with await WorkerTunnel.open(node.client, record.worker_id) as tunnel:
-            assert (await ask(tunnel.port, made.token, experts) == direct).all()
-            assert (await ask(tunnel.port, made.token, [1, 0], layer=1)).shape == (2, WIDTH)
-            assert tunnel.sent_bytes > ROWS.nbytes
-            assert tunnel.received_bytes > direct.nbytes
-            assert (await node.client.worker(record.worker_id)).bridge_count == 1
-            # A check beside the compute link has a tunnel of its own.
-            async with await WorkerTunnel.open(node.client, record.worker_id) as other:
+        async with await worker_forward(node.client, record.worker_id) as forward:
+            assert (await ask(forward.port, made.token, experts) == direct).all()
+            assert (await ask(forward.port, made.token, [1, 0], layer=1)).shape == (2, WIDTH)
+            assert forward.sent_bytes > ROWS.nbytes
+            assert forward.received_bytes > direct.nbytes
+            assert (await node.client.worker(record.worker_id)).stream_count == 1
+            # As a check beside the compute link does.
+            async with await worker_forward(node.client, record.worker_id) as other:
                 both = await asyncio.gather(
-                    ask(tunnel.port, made.token, experts), ask(other.port, made.token, experts)
+                    ask(forward.port, made.token, experts), ask(other.port, made.token, experts)
                 )
                 assert all((rows == direct).all() for rows in both)
-        await until(node, record.worker_id, lambda now: now.bridge_count == 0)
+        await until(node, record.worker_id, lambda now: now.stream_count == 0)
 
 
 async def test_two_workers_of_one_node_hold_each_their_slices(
@@ -198,14 +200,17 @@ async def test_a_worker_ends_with_its_lease_and_lives_while_it_is_used_or_renewe
     held = await send(node, tmp_path, (0, 0, 1))
     made = await a_worker(node, held, lease_seconds=2.0)
     worker_id = made.worker.worker_id
-    async with await WorkerTunnel.open(node.client, worker_id):
-        await asyncio.sleep(3.0)
-        assert (await node.client.renew_worker(worker_id)).state is ServerState.READY
-    ended = await until(node, worker_id, lambda now: now.state is not ServerState.READY)
-    assert (ended.state, ended.detail) == (ServerState.STOPPED, "its lease ended")
-    with pytest.raises(NodeRefusedError, match="its lease ended") as error:
-        await WorkerTunnel.open(node.client, worker_id)
-    assert error.value.code == "worker_stopped"
+    async with await worker_forward(node.client, worker_id) as forward:
+        with await asyncio.to_thread(peer_at, forward.port, made.token):
+            await asyncio.sleep(3.0)
+            assert (await node.client.renew_worker(worker_id)).state is ServerState.READY
+        ended = await until(node, worker_id, lambda now: now.state is not ServerState.READY)
+        assert (ended.state, ended.detail) == (ServerState.STOPPED, "its lease ended")
+        with pytest.raises(REFUSED):
+            await asyncio.to_thread(peer_at, forward.port, made.token)
+        refusal = await forward.wait_refused()
+    assert refusal.startswith("worker_stopped: ")
+    assert "its lease ended" in refusal
 
 
 @pytest.mark.parametrize("victim", ["rpc-server", "worker"])
@@ -219,79 +224,66 @@ async def test_a_worker_that_dies_is_told_with_its_reason(
     process = node.agent.workers.get(worker_id).process
     assert process is not None
     assert process.pid is not None
-    websocket = await node.client.open_worker_bridge(worker_id)
-    async with await WorkerTunnel.open(node.client, worker_id) as tunnel:
+    async with await worker_forward(node.client, worker_id) as forward:
+        peer = await asyncio.to_thread(peer_at, forward.port, made.token)
         is_server = victim == "rpc-server"
         os.kill(rpc_server_of(node, made.worker).pid if is_server else process.pid, signal.SIGKILL)
-        gone = await tunnel.wait_gone()
+        await until(node, worker_id, lambda now: now.state is ServerState.FAILED)
+        peer.socket.close()
+        with contextlib.suppress(*REFUSED):
+            await asyncio.to_thread(peer_at, forward.port, made.token)
+        gone = await forward.wait_refused()
     ended = await node.client.worker(worker_id)
     assert ended.state is ServerState.FAILED
     assert ended.detail
     assert "SIGKILL" in ended.detail
     assert ("rpc-server" in ended.detail) == is_server
     assert ended.detail in gone
-    await websocket.wait_closed()
-    assert websocket.close_code == BridgeCloseCode.SERVER_FAILED
-    assert ended.detail.startswith((websocket.close_reason or "?")[:100])
     with pytest.raises(NodeRefusedError, match="SIGKILL"):
         await node.client.wait_worker(worker_id)
     while not set(psutil.Process().children(recursive=True)) <= set(before):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
 
-async def test_a_tunnel_comes_back_behind_the_same_port_when_its_link_was_lost(
+async def test_a_connection_to_a_worker_outlives_lost_paths(
     node: RunningAgent, tmp_path: Path
 ) -> None:
     made = await a_worker(node, await send(node, tmp_path, *HELD))
-    async with await WorkerTunnel.open(node.client, made.worker.worker_id) as tunnel:
-        before = await ask(tunnel.port, made.token, [0, 5])
-        port = tunnel.port
-        for losses in (1, 2):
-            with await asyncio.to_thread(peer_at, port, made.token) as peer:
-                session = tunnel._session
-                assert session is not None
-                session._websocket.transport.abort()
-                # Whoever was connected is dropped at once, not left to wait.
-                assert await asyncio.to_thread(peer.socket.recv, 1) == b""
-            while tunnel.reopen_count < losses:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-            assert tunnel.is_up
-            assert (await ask(port, made.token, [0, 5]) == before).all()
-        assert tunnel.lost_reason
-        assert tunnel.sent_bytes > 3 * ROWS.nbytes
+    async with await worker_forward(node.client, made.worker.worker_id) as forward:
+        before = await ask(forward.port, made.token, [0, 5])
+        with await asyncio.to_thread(peer_at, forward.port, made.token) as peer:
+            await asyncio.to_thread(peer.teach)
+            for losses in (1, 2):
+                break_path(node.client.link)
+                rows = await asyncio.to_thread(peer.compute, ROWS, [0, 1], [0, 5])
+                assert (rows == before).all()
+                assert node.client.link.status().reconnect_count == losses
+        assert forward.sent_bytes > 2 * ROWS.nbytes
         await node.client.delete_worker(made.worker.worker_id)
-        # It hears of it while the worker ends, or afterwards.
-        gone = await tunnel.wait_gone()
+        with pytest.raises(REFUSED):
+            await asyncio.to_thread(peer_at, forward.port, made.token)
+        gone = await forward.wait_refused()
         assert "it was stopped by its owner" in gone or "no such expert worker" in gone
-        with pytest.raises(ConnectionError):
-            await asyncio.to_thread(peer_at, port, made.token)
 
 
-async def test_a_tunnel_waits_for_an_agent_that_is_away_and_believes_it_when_it_is_back(
+async def test_an_agent_that_sleeps_for_a_while_loses_nothing(
     stock_engine: EngineLocation, tmp_path: Path
 ) -> None:
     async with (
         agent_process(stock_engine, tmp_path / "node") as agent,
-        NodeClient(agent.url, agent.token) as client,
+        await open_client(agent.url, agent.token) as client,
     ):
         held = await client.send_slice(cut_here(tmp_path, (0, 0, 1)).path)
         made = await client.create_worker(request(held))
         await client.wait_worker(made.worker.worker_id)
-        tunnel = await WorkerTunnel.open(client, made.worker.worker_id)
-        rows = await ask(tunnel.port, made.token, [0, 1])
-        # A machine that sleeps: nothing answers, and nothing is lost.
-        os.kill(agent.process.pid, signal.SIGSTOP)
-        session = tunnel._session
-        assert session is not None
-        session._websocket.transport.abort()
-        while tunnel.is_up:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        os.kill(agent.process.pid, signal.SIGCONT)
-        while not tunnel.is_up:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        assert (await ask(tunnel.port, made.token, [0, 1]) == rows).all()
-        await tunnel.aclose()
-        await tunnel.aclose()
+        async with await worker_forward(client, made.worker.worker_id) as forward:
+            rows = await ask(forward.port, made.token, [0, 1])
+            os.kill(agent.process.pid, signal.SIGSTOP)
+            break_path(client.link)
+            while client.link.is_up:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            os.kill(agent.process.pid, signal.SIGCONT)
+            assert (await ask(forward.port, made.token, [0, 1]) == rows).all()
 
 
 async def test_killing_the_agent_leaves_nothing_of_its_workers(
@@ -299,7 +291,7 @@ async def test_killing_the_agent_leaves_nothing_of_its_workers(
 ) -> None:
     async with (
         agent_process(engine, tmp_path / "node") as agent,
-        NodeClient(agent.url, agent.token) as client,
+        await open_client(agent.url, agent.token) as client,
     ):
         held = await client.send_slice(cut_here(tmp_path, (0, 0, 1)).path)
         made = [await client.create_worker(request(held)) for _ in range(2)]
@@ -316,7 +308,7 @@ async def test_killing_the_agent_leaves_nothing_of_its_workers(
         assert not any(process.is_running() for process in processes)
     async with (
         agent_process(engine, tmp_path / "node") as agent,
-        NodeClient(agent.url, agent.token) as client,
+        await open_client(agent.url, agent.token) as client,
     ):
         assert await client.workers() == ()
         assert (await client.slice(held.slice_id)).slab_bytes == held.slab_bytes
@@ -418,16 +410,15 @@ async def test_a_slice_that_was_damaged_or_removed_is_not_used_and_can_be_sent_a
     await a_worker(node, held)
 
 
-async def test_a_worker_takes_only_so_many_bridges(node: RunningAgent, tmp_path: Path) -> None:
+async def test_a_worker_takes_only_so_many_streams(node: RunningAgent, tmp_path: Path) -> None:
     made = await a_worker(node, await send(node, tmp_path, (0, 0, 1)))
-    async with contextlib.AsyncExitStack() as stack:
-        for _ in range(8):
-            await stack.enter_async_context(
-                await WorkerTunnel.open(node.client, made.worker.worker_id)
-            )
-        with pytest.raises(NodeRefusedError) as error:
-            await WorkerTunnel.open(node.client, made.worker.worker_id)
-        assert error.value.code == "already_bridged"
+    async with await worker_forward(node.client, made.worker.worker_id) as forward:
+        with contextlib.ExitStack() as stack:
+            for _ in range(8):
+                stack.enter_context(await asyncio.to_thread(peer_at, forward.port, made.token))
+            with pytest.raises(REFUSED):
+                await asyncio.to_thread(peer_at, forward.port, made.token)
+        assert (await forward.wait_refused()).startswith("in_use: ")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the boot time is read off /proc/stat")

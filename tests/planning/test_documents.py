@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linkcpp.cli.plan_files import load_plan, save_plan
-from linkcpp.cluster.discovery import Discovery
 from linkcpp.cluster.records import Cluster
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.resources import resource_folder
 from linkcpp.model.presets import load_model
+from linkcpp.node.discovery import Discovery
 from linkcpp.planning.documents import (
     check_plan_model,
     parse_plan,

@@ -9,9 +9,9 @@ from typer.testing import CliRunner, Result
 from linkcpp.cli.plan import app
 from linkcpp.cli.plan_experts_report import segments_text
 from linkcpp.cli.plan_files import load_plan
-from linkcpp.cluster.discovery import Discovery
 from linkcpp.common.errors import LinkcppError
 from linkcpp.model.slices.segments import Segment
+from linkcpp.node.discovery import Discovery
 from linkcpp.planning.records import Plan, PlanMode
 from tests.planning.clusters import GIGABYTE, cluster, device, node
 

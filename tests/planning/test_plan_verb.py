@@ -9,11 +9,11 @@ from typer.testing import CliRunner, Result
 from linkcpp.cli.launch import app as launch_app
 from linkcpp.cli.plan import app
 from linkcpp.cli.plan_files import load_plan
-from linkcpp.cluster.discovery import Discovery
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.resources import resource_folder
 from linkcpp.engine.records import EngineLocation
 from linkcpp.launch.folder import deployment_folder
+from linkcpp.node.discovery import Discovery
 from linkcpp.planning.records import Plan, PlanMode
 from tests.planning.clusters import GIGABYTE, cluster, device, node
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from linkcpp.cluster.records import NodeId
 from linkcpp.common.errors import LinkcppError
 from linkcpp.registry.credentials import HubCredentials, save_credentials
-from linkcpp.registry.hub_discovery import parse_hub_node_url
-from linkcpp.registry.hub_location import HubLocation, parse_hub_location
+from linkcpp.registry.hub_location import HubLocation, parse_hub_location, parse_hub_node_url
 from linkcpp.registry.keys import make_keys
 from linkcpp.registry.model_lookup import load_model_anywhere, require_here
 from linkcpp.registry.models import NAME_PATTERN

@@ -12,7 +12,7 @@ from linkcpp.node.client import NodeRefusedError
 from linkcpp.node.records import SliceId, SliceRecord, SliceRequest, SliceState
 from linkcpp.node.slice_files import slice_id
 from linkcpp.planning.records import ExpertShare
-from linkcpp.registry.hub_discovery import parse_hub_node_url
+from linkcpp.registry.hub_location import parse_hub_node_url
 from linkcpp.registry.model_lookup import name_at_hub
 
 _NOT_FETCHED = ("slice_failed", "slice_busy")

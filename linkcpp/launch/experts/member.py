@@ -198,15 +198,3 @@ class Member(ABC):
             if time.monotonic() > give_up_at or linking.has_ended():
                 raise LinkcppError(f"{self._share.node_name} cannot be linked to: {worker.detail}.")
             await asyncio.sleep(LINK_POLL_SECONDS)
-
-
-async def first_result(*ways: Coroutine[Any, Any, str]) -> str:
-    """Return what comes first, and give the others up."""
-    tasks = [asyncio.create_task(way) for way in ways]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

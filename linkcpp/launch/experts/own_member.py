@@ -4,8 +4,9 @@ from linkcpp.cluster.limits import usable_cores
 from linkcpp.common.errors import LinkcppError
 from linkcpp.dispatch.control import NewServer
 from linkcpp.engine.rpc_server import RunningRpcServer, start_rpc_server
-from linkcpp.launch.experts.member import LINK_SECONDS, Linking, Member, first_result
+from linkcpp.launch.experts.member import LINK_SECONDS, Linking, Member
 from linkcpp.launch.experts.records import WorkerPhase
+from linkcpp.launch.watch import first_result
 
 _SLOWEST_LOAD_BYTES_PER_SECOND = 20e6
 

@@ -10,17 +10,21 @@ from linkcpp.common.errors import LinkcppError
 from linkcpp.dispatch.control import NewWorker as WorkerLink
 from linkcpp.launch.experts.delivery import Delivery
 from linkcpp.launch.experts.events import WorkerFound
-from linkcpp.launch.experts.member import Member, first_result
+from linkcpp.launch.experts.member import Member
 from linkcpp.launch.experts.records import WorkerPhase
 from linkcpp.launch.finding import FoundNode
-from linkcpp.launch.watch import RENEW_SECONDS
+from linkcpp.launch.watch import RENEW_SECONDS, first_result
+from linkcpp.link.endpoint import LinkEndpoint
+from linkcpp.link.forward import Forward
 from linkcpp.node.client import NodeClient, NodeError, NodeRefusedError
-from linkcpp.node.records import NewWorker, ServerState, WorkerId, WorkerRequest
-from linkcpp.node.worker_tunnel import WorkerTunnel
+from linkcpp.node.records import (
+    NewWorker,
+    ServerState,
+    WorkerId,
+    WorkerRequest,
+    worker_target,
+)
 
-# A link that hiccups opens again by itself; a node that went away has to be found anew.
-SILENCE_SECONDS = 3.0
-LOOK_SECONDS = 0.25
 GIVE_BACK_SECONDS = 5.0
 
 
@@ -75,36 +79,25 @@ class RemoteMember(Member):
         worker_id = new.worker.worker_id
         ready = await node.client.wait_worker(worker_id)
         async with (
-            await WorkerTunnel.open(node.client, worker_id) as tunnel,
-            self._joined(self._link(tunnel.port, new.token), worker_id, ready.slab_bytes),
+            await Forward.open(node.client.link, worker_target(worker_id)) as forward,
+            self._joined(self._link(forward.port, new.token), worker_id, ready.slab_bytes),
         ):
-            return await self._watch(node, worker_id, tunnel)
+            return await self._watch(node, worker_id, forward)
 
     def _link(self, port: int, token: str) -> WorkerLink:
         return WorkerLink(name=self._holder_name(), port=port, token=token)
 
-    async def _watch(self, node: FoundNode, worker_id: WorkerId, tunnel: WorkerTunnel) -> str:
-        """Renew the lease; returns why the worker, or the way to it, is gone."""
-        gone = asyncio.create_task(first_result(tunnel.wait_gone(), self._hang()))
+    async def _watch(self, node: FoundNode, worker_id: WorkerId, forward: Forward) -> str:
+        """Renew the lease; returns why the worker, or the link to it, is gone."""
+        gone = asyncio.create_task(
+            first_result(forward.wait_refused(), self._hang(), _link_ended(node.client.link))
+        )
         try:
-            silent_since: float | None = None
-            renew_at = time.monotonic()
-            while True:
-                await asyncio.wait({gone}, timeout=LOOK_SECONDS)
-                if gone.done():
-                    return gone.result()
-                now = time.monotonic()
-                if tunnel.is_up and now < renew_at:
-                    continue
-                renew_at = now + RENEW_SECONDS
-                if not tunnel.is_up:
-                    silent_since = silent_since or now
-                    if now - silent_since > SILENCE_SECONDS:
-                        return tunnel.lost_reason or "its link was lost"
-                elif (end := await self._renew(node, worker_id)) is not None:
+            while not gone.done():
+                if (end := await self._renew(node, worker_id)) is not None:
                     return end
-                else:
-                    silent_since = None
+                await asyncio.wait({gone}, timeout=RENEW_SECONDS)
+            return gone.result()
         finally:
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
@@ -117,7 +110,7 @@ class RemoteMember(Member):
         except NodeRefusedError as error:
             return error.message
         except NodeError:
-            # The link tells sooner than a call that was not answered whether the node is there.
+            # The link tells when the node is gone; a call that was not answered tells nothing.
             return None
         if worker.state in (ServerState.FAILED, ServerState.STOPPED):
             return f"its worker ended: {worker.detail or worker.state.value}"
@@ -125,6 +118,10 @@ class RemoteMember(Member):
         way, resident_bytes = node.client.way(), worker.resident_bytes
         self._emit(WorkerFound(self._index, node.url, rtt_ms, way, resident_bytes))
         return None
+
+
+async def _link_ended(link: LinkEndpoint) -> str:
+    return (await link.wait_failed()).message
 
 
 async def _give_back(client: NodeClient, worker_id: WorkerId) -> None:

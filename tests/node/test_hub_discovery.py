@@ -5,14 +5,10 @@ from typing import Any
 import pytest
 
 from linkcpp.cli.discover import Where, render
-from linkcpp.cluster.discovery import Discovery
 from linkcpp.cluster.records import DiscoveredNode, LinkSpeed, NodeId, NodeRecord, NodeStatus
-from linkcpp.registry.hub_discovery import (
-    describe_registered,
-    hub_node_url,
-    parse_hub_node_url,
-    with_hub_nodes,
-)
+from linkcpp.node.discovery import Discovery
+from linkcpp.node.hub_discovery import describe_registered, with_hub_nodes
+from linkcpp.registry.hub_location import hub_node_url, parse_hub_node_url
 from linkcpp.registry.records import NodeList, NodeState, Presence, RegisteredNode, Role
 from linkcpp.registry.relay_rtt import health_url
 from tests.cluster.peers import COORDINATOR, fingerprint, node_record

@@ -11,7 +11,14 @@ from typer.testing import CliRunner
 
 from linkcpp.cli.discover import Where, app, render
 from linkcpp.cluster.candidates import Candidate, Probe
-from linkcpp.cluster.discovery import (
+from linkcpp.cluster.findings import describe_nodes
+from linkcpp.cluster.identity import load_identity
+from linkcpp.cluster.mdns import Advertisement, Advertiser
+from linkcpp.cluster.records import DiscoveredNode, NodeId, NodeRecord, NodeStatus
+from linkcpp.cluster.token import store_token
+from linkcpp.common.config_file import config_path
+from linkcpp.common.errors import LinkcppError
+from linkcpp.node.discovery import (
     Discovery,
     Source,
     discover,
@@ -19,14 +26,7 @@ from linkcpp.cluster.discovery import (
     known_source,
     url_source,
 )
-from linkcpp.cluster.findings import describe_nodes
-from linkcpp.cluster.identity import load_identity
-from linkcpp.cluster.mdns import Advertisement, Advertiser
-from linkcpp.cluster.probe import no_answer
-from linkcpp.cluster.records import DiscoveredNode, NodeId, NodeRecord, NodeStatus
-from linkcpp.cluster.token import store_token
-from linkcpp.common.config_file import config_path
-from linkcpp.common.errors import LinkcppError
+from linkcpp.node.probe import no_answer
 from tests.cluster.peers import (
     COORDINATOR,
     OTHER_TOKEN,
@@ -121,8 +121,8 @@ async def test_many_answers_are_not_each_followed_by_a_description_of_all(
         time.sleep(0.01)
         return describe_nodes(probes, coordinator)
 
-    monkeypatch.setattr("linkcpp.cluster.discovery.probe_node", nobody)
-    monkeypatch.setattr("linkcpp.cluster.discovery.describe_nodes", describe_slowly)
+    monkeypatch.setattr("linkcpp.node.discovery.probe_node", nobody)
+    monkeypatch.setattr("linkcpp.node.discovery.describe_nodes", describe_slowly)
     urls = [f"http://10.0.0.1:{port}" for port in range(1, 201)]
     await discover(
         TOKEN,
@@ -139,7 +139,7 @@ async def test_one_url_from_two_sources_is_asked_once() -> None:
     async with served(peer) as url:
         found = await search(url_source([url], "--node"), url_source([url], "config"))
     assert [node.found_by for node in found.nodes] == ["--node, config"]
-    assert len(peer.challenges_seen) == 1
+    assert peer.asked_count == 1
 
 
 async def test_a_source_that_cannot_work_is_a_note_and_the_others_go_on() -> None:

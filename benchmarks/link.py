@@ -1,6 +1,6 @@
-"""What the tunnel and the bridge cost, against the same rpc-server over a bare TCP connection.
+"""What a link costs, against the same rpc-server over a bare TCP connection.
 
-    python benchmarks/bridge.py [--engine FOLDER] [--megabytes 1024]
+    python benchmarks/link.py [--engine FOLDER] [--megabytes 1024]
 
 Round trip: the smallest answered call, a thousand times, median. Bulk: SET_TENSOR of 64 MiB pieces
 into one buffer, as a model load sends them, ended by a call that the server answers. Agent,
@@ -25,9 +25,9 @@ from linkcpp.common.sockets import free_port
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.rpc_server import start_rpc_server
 from linkcpp.engine.wire_tensor import empty_tensors
-from linkcpp.node.client import NodeClient
-from linkcpp.node.records import ServerRequest
-from linkcpp.node.tunnel import Tunnel
+from linkcpp.link.forward import Forward
+from linkcpp.node.connector import open_client
+from linkcpp.node.records import ServerRequest, server_target
 from tests.support.rpc_client import RpcClient
 
 PIECE_BYTES = 64 * 2**20
@@ -75,13 +75,13 @@ async def through_agent(engine: Path | None, total_bytes: int) -> dict[str, floa
                     break
                 except httpx.HTTPError:
                     await asyncio.sleep(0.1)
-        async with NodeClient(url, load_token()) as client:
+        async with await open_client(url, load_token()) as client:
             request = ServerRequest(
                 deployment="benchmark", device="CPU", memory_bytes=2 * PIECE_BYTES, threads=1
             )
             server = await client.create_server(request)
-            async with await Tunnel.open(client, server.server_id) as tunnel:
-                return await measure(tunnel.port, total_bytes)
+            async with await Forward.open(client.link, server_target(server.server_id)) as forward:
+                return await measure(forward.port, total_bytes)
     finally:
         agent.terminate()
         await agent.wait()
@@ -106,12 +106,12 @@ def main() -> None:
         os.environ["LINKCPP_HOME"] = home
         total_bytes = arguments.megabytes * 2**20
         bare = asyncio.run(direct(arguments.engine, total_bytes))
-        bridged = asyncio.run(through_agent(arguments.engine, total_bytes))
+        linked = asyncio.run(through_agent(arguments.engine, total_bytes))
     result = {
         "direct": bare,
-        "bridged": bridged,
-        "added_round_trip_us": bridged["round_trip_us"] - bare["round_trip_us"],
-        "bulk_ratio": bridged["bulk_mb_per_second"] / bare["bulk_mb_per_second"],
+        "linked": linked,
+        "added_round_trip_us": linked["round_trip_us"] - bare["round_trip_us"],
+        "bulk_ratio": linked["bulk_mb_per_second"] / bare["bulk_mb_per_second"],
     }
     print(json.dumps(result, indent=2))
 

@@ -11,18 +11,17 @@ from linkcpp.cluster.findings import describe_nodes, nearest_first
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.mdns import browse
 from linkcpp.cluster.measure import this_machine
-from linkcpp.cluster.probe import (
-    PROBE_SECONDS,
-    http_client,
-    measure_link,
-    no_answer,
-    probe_node,
-)
 from linkcpp.cluster.records import Cluster, DiscoveredNode, NodeRecord
 from linkcpp.cluster.token import load_token
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
 from linkcpp.engine.records import Engine
+from linkcpp.node.probe import (
+    PROBE_SECONDS,
+    measure,
+    no_answer,
+    probe_node,
+)
 
 DISCOVER_SECONDS = 3.0
 
@@ -222,8 +221,7 @@ class _Search:
             async with asyncio.timeout(_LINKS_SECONDS):
                 for url in self._nearest_urls():
                     probe = self._probes[url]
-                    async with http_client() as http:
-                        link = await measure_link(http, probe.base_url or url, self._token)
+                    link = await measure(probe, self._token)
                     if link is not None:
                         self._probes[url] = probe.model_copy(update={"link": link})
                         self._tell()

@@ -1,41 +1,22 @@
 """The nodes that a hub knows, as discovery describes nodes; and both kinds in one list."""
 
 import asyncio
-import re
 from collections.abc import Collection, Iterable, Mapping
 
 from linkcpp.cluster.config import load_config
-from linkcpp.cluster.discovery import DISCOVER_SECONDS, Discovery, OnChange, find_nodes
 from linkcpp.cluster.findings import usability
 from linkcpp.cluster.identity import load_identity
 from linkcpp.cluster.measure import this_machine
-from linkcpp.cluster.records import DiscoveredNode, LinkSpeed, NodeId, NodeRecord, NodeStatus
+from linkcpp.cluster.records import DiscoveredNode, LinkSpeed, NodeRecord, NodeStatus
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.text import printable, printable_json
 from linkcpp.engine.records import Engine
+from linkcpp.node.discovery import DISCOVER_SECONDS, Discovery, OnChange, find_nodes
 from linkcpp.registry.client import HubClient, joined_client
 from linkcpp.registry.connection import HubError
+from linkcpp.registry.hub_location import hub_node_url, is_hub_node_url, parse_hub_node_url
 from linkcpp.registry.records import NodeList, Presence, RegisteredNode, Role
 from linkcpp.registry.relay_rtt import relay_rtts_ms
-
-_PREFIX = "hub+"
-_URL = re.compile(r"hub\+(?P<hub>https?://[^\s#]+)#(?P<node>[0-9a-f-]{36})")
-
-
-def hub_node_url(hub_url: str, node_id: NodeId) -> str:
-    """Write where a node is that is reached through a hub: ``hub+https://hub.example#<id>``."""
-    return f"{_PREFIX}{hub_url.rstrip('/')}#{node_id}"
-
-
-def parse_hub_node_url(url: str) -> tuple[str, NodeId] | None:
-    """Read the hub's address and the node's id; ``None`` where it is another kind of address."""
-    found = _URL.fullmatch(url)
-    return (found["hub"], NodeId(found["node"])) if found else None
-
-
-def is_hub_node_url(url: str) -> bool:
-    """Whether this names a node through a hub."""
-    return url.startswith(_PREFIX)
 
 
 async def find_everywhere(

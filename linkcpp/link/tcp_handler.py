@@ -1,55 +1,74 @@
-"""One TCP connection on this machine's loopback and the stream that carries it."""
+"""One TCP connection on this machine and the stream that carries it."""
 
 import asyncio
 import contextlib
 import socket
 import struct
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from linkcpp.link.records import CHUNK_BYTES
+from linkcpp.common.sockets import tune_transport
+from linkcpp.link.handlers import StreamPort
+from linkcpp.link.records import CHUNK_BYTES, ResetCode
 
+Buffer = bytes | bytearray | memoryview
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[], Awaitable[Streams]]
+
+CONNECT_SECONDS = 10.0
 # A socket that has this much unsent is slow: then the peer gets no more room until it drains.
 _SLOW_BYTES = 128 * 1024
 _LINGER_FOR_NOTHING = struct.pack("ii", 1, 0)
 
 
-class StreamPort(Protocol):
-    """What a local end needs of the session, for its own stream."""
+class Passed(Protocol):
+    """What a filter makes of bytes: some to pass on to each side."""
 
-    def can_write(self) -> bool:
-        """Whether ``write`` may be called."""
+    @property
+    def to_server(self) -> Sequence[Buffer]:
+        """What goes to the program."""
         ...
 
-    def write(self, data: bytes) -> None:
-        """Send bytes to the peer."""
-        ...
-
-    def finish(self) -> None:
-        """Send no more."""
-        ...
-
-    def abort(self) -> None:
-        """End the stream at once."""
-        ...
-
-    def taken(self, size_bytes: int) -> None:
-        """Tell that bytes of the peer were passed on."""
+    @property
+    def to_client(self) -> Sequence[Buffer]:
+        """What goes to the peer."""
         ...
 
 
-class LocalEnd:
-    """Passes bytes between a stream and a TCP connection, each direction with back-pressure.
+class ByteFilter(Protocol):
+    """Sees the bytes of a connection: the peer is its client, the program its server.
 
-    What comes from the peer before the connection is there is kept: a window at most.
+    What it raises ends the stream, and its words go to the peer.
     """
 
-    def __init__(self, port: StreamPort) -> None:
+    def from_client(self, data: Buffer) -> Passed:
+        """Take bytes of the peer."""
+        ...
+
+    def from_server(self, data: Buffer) -> Passed:
+        """Take bytes of the program."""
+        ...
+
+
+class TcpHandler:
+    """Passes bytes between a stream and a TCP connection, each direction with back-pressure.
+
+    What comes from the peer before the connection is there is kept: a window at most. A
+    ``byte_filter`` sees the bytes of both directions; what it raises ends the stream.
+    """
+
+    def __init__(
+        self, port: StreamPort, connect: Connect, *, byte_filter: ByteFilter | None = None
+    ) -> None:
         self._port = port
+        self._connect = connect
+        self._filter = byte_filter
         self._writer: asyncio.StreamWriter | None = None
         self._pending: list[memoryview] = []
         self._untaken_bytes = 0
         self._is_finished = False
         self._is_aborted = False
+        self._broken: Exception | None = None
         self._changed = asyncio.Event()
         self._writable = asyncio.Event()
 
@@ -60,10 +79,13 @@ class LocalEnd:
             return
         if self._writer.transport.is_closing():
             self._port.abort()
-            self.abort()
+            self.abort("the program closed its connection")
             return
-        self._writer.write(data)
         self._untaken_bytes += len(data)
+        if self._filter is None:
+            self._writer.write(data)
+        else:
+            self._pass_filtered(self._filter, data, self._writer)
         if self._writer.transport.get_write_buffer_size() < _SLOW_BYTES:
             self._take()
         else:
@@ -74,7 +96,7 @@ class LocalEnd:
         self._is_finished = True
         self._changed.set()
 
-    def abort(self) -> None:
+    def abort(self, reason: str, code: int = ResetCode.ABORTED) -> None:
         """The stream is gone."""
         self._is_aborted = True
         self._changed.set()
@@ -86,8 +108,24 @@ class LocalEnd:
         """The stream takes more."""
         self._writable.set()
 
-    async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry the connection until both directions have ended, or one of them broke."""
+    async def run(self) -> None:
+        """Connect, and carry the connection until both directions have ended, or one broke.
+
+        Raises:
+            Exception: what the filter raised; the stream has been reset with its words.
+        """
+        if self._is_aborted:
+            return
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                reader, writer = await self._connect()
+        except (OSError, TimeoutError) as error:
+            self._port.abort(ResetCode.REFUSED, f"the program takes no connection: {error}")
+            return
+        tune_transport(writer.transport)
+        if self._is_aborted:
+            reset(writer)
+            return
         self._writer = writer
         pending, self._pending = self._pending, []
         for data in pending:
@@ -97,7 +135,10 @@ class LocalEnd:
             done, waiting = await asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)
             is_broken = bool(waiting) or any(task.exception() for task in done)
             if is_broken and not self._is_aborted:
-                self._port.abort()
+                if self._broken is None:
+                    self._port.abort()
+                else:
+                    self._port.abort(ResetCode.REFUSED, str(self._broken))
         finally:
             for task in pumps:
                 task.cancel()
@@ -106,10 +147,38 @@ class LocalEnd:
                 reset(writer)
             else:
                 writer.close()  # after what it still has to send
+        if self._broken is not None:
+            raise self._broken
+
+    def _pass_filtered(
+        self, byte_filter: ByteFilter, data: memoryview, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            passed = byte_filter.from_client(data)
+        except Exception as error:
+            self._break(error)
+            return
+        writer.writelines(passed.to_server)
+        self._answer(passed.to_client)
+
+    def _answer(self, parts: Sequence[Buffer]) -> None:
+        if any(parts):
+            self._port.write(bytes(parts[0]) if len(parts) == 1 else b"".join(parts))
+
+    def _break(self, error: Exception) -> None:
+        self._broken = error
+        self._changed.set()
 
     async def _pump_out(self, reader: asyncio.StreamReader) -> None:
         while data := await reader.read(CHUNK_BYTES):
-            self._port.write(data)
+            if self._filter is None:
+                self._port.write(data)
+            else:
+                try:
+                    self._answer(self._filter.from_server(data).to_client)
+                except Exception as error:
+                    self._break(error)
+                    raise
             while not self._port.can_write():
                 self._check()
                 self._writable.clear()
@@ -136,6 +205,8 @@ class LocalEnd:
             self._port.taken(size)
 
     def _check(self) -> None:
+        if self._broken is not None:
+            raise self._broken
         if self._is_aborted:
             raise ConnectionAbortedError
 
