@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from linkcpp.cluster.token import load_token
+from linkcpp.cluster.token import create_token, load_token
 from linkcpp.common.sockets import free_port
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.rpc_server import start_rpc_server
@@ -104,6 +104,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         os.environ["LINKCPP_HOME"] = home
+        create_token()
         total_bytes = arguments.megabytes * 2**20
         bare = asyncio.run(direct(arguments.engine, total_bytes))
         linked = asyncio.run(through_agent(arguments.engine, total_bytes))
