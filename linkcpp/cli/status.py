@@ -164,7 +164,7 @@ def _report_view(report: DeploymentReport) -> list[RenderableType]:
         head.append(f": {state.phase.value.replace('_', ' ')}")
     experts = experts_view(state.experts) if state.experts else []
     ways = [
-        f"  {stage.node_name} by {without_ids(stage.way)}" for stage in state.stages if stage.way
+        f"  {stage.node_name}: {without_ids(stage.way)}" for stage in state.stages if stage.way
     ]
     facts = [*_explanation(report), _facts(state), *_memory(report)]
     if state.chat_url:

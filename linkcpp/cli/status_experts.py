@@ -28,7 +28,7 @@ def experts_view(experts: ExpertsState) -> list[RenderableType]:
         f"  {worker.node_name}: {why}" for worker in experts.workers if (why := _why_not(worker))
     ]
     ways = [
-        f"  {worker.node_name} by {without_ids(worker.way)}"
+        f"  {worker.node_name}: {without_ids(worker.way)}"
         for worker in experts.workers
         if worker.way
     ]

@@ -96,6 +96,7 @@ class Reached(NamedTuple):
     way: Way
     channel: SecureChannel
     failures: tuple[str, ...]
+    is_only_way: bool
 
 
 async def reach_first(
@@ -136,7 +137,7 @@ async def reach_first(
     try:
         for task in asyncio.as_completed(tasks):
             if (won := await task) is not None:
-                return Reached(*won, _in_words(failures))
+                return Reached(*won, _in_words(failures), len(tasks) == 1)
     finally:
         await _dismiss(tasks, won)
     codes = {error.code for _, error in failures}

@@ -115,10 +115,9 @@ class PathKeeper:
         Raises:
             TransportLostError: the session that the path was opened for is over.
         """
-        others = f"; {'; '.join(reached.failures)}" if reached.failures else ""
-        self._change(
-            reached.way.path, reached.channel, f"{reached.way.path}: it answered first{others}"
-        )
+        reasons = () if reached.is_only_way else ("it answered first", *reached.failures)
+        why = f"{reached.way.path}: {'; '.join(reasons)}" if reasons else str(reached.way.path)
+        self._change(reached.way.path, reached.channel, why)
 
     async def keep(self) -> str:
         """Stay on the best path until there is none, and say why."""

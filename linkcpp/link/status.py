@@ -43,5 +43,6 @@ def link_way(status: LinkStatus) -> str:
     """Say in words which way a link takes now, and why. Pure."""
     if status.state is ConnectionState.UP:
         again = f", restored {status.reconnect_count} times" if status.reconnect_count else ""
-        return f"{status.why or status.path}{again}"
+        trip = f" ({status.rtt_ms:.1f} ms)" if status.rtt_ms is not None else ""
+        return f"{status.why or status.path}{trip}{again}"
     return f"{status.state.value}: {status.problem or 'no path yet'}"

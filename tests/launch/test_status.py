@@ -127,7 +127,7 @@ def test_people_see_a_gateways_name_and_programs_its_id_too() -> None:
     )
     with (screen := Console(width=80)).capture() as shown:
         screen.print(status_view([report]))
-    assert "a by relay through south: it answered first" in shown.get()
+    assert "a: relay through south: it answered first" in shown.get()
     assert gateway_id not in shown.get()
     assert gateway_id in report.model_dump_json()
 
