@@ -163,9 +163,7 @@ def _report_view(report: DeploymentReport) -> list[RenderableType]:
     if report.condition is Condition.STARTING:
         head.append(f": {state.phase.value.replace('_', ' ')}")
     experts = experts_view(state.experts) if state.experts else []
-    ways = [
-        f"  {stage.node_name}: {without_ids(stage.way)}" for stage in state.stages if stage.way
-    ]
+    ways = [f"  {stage.node_name}: {without_ids(stage.way)}" for stage in state.stages if stage.way]
     facts = [*_explanation(report), _facts(state), *_memory(report)]
     if state.chat_url:
         sentence = chat_sentence(state.chat_url, needs_key=bool(state.api_key_file))

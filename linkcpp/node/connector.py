@@ -139,6 +139,7 @@ async def open_link(
             f"The node at {url} does not answer: {error.message}.",
             hint=_HINT_REACH,
             code="unreachable",
+            told=error.message,
         ) from error
     except LinkcppError as error:
         raise NodeUnreachableError(error.message, hint=_HINT_REACH, code="unreachable") from error

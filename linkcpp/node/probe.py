@@ -14,7 +14,7 @@ from linkcpp.cluster.records import Health, LinkSpeed, NodeRecord
 from linkcpp.common.http_client import PROXY_STATUSES, AnswerTooLongError, read_bounded
 from linkcpp.common.network_errors import in_words
 from linkcpp.common.records import WireRecord
-from linkcpp.common.text import printable_json
+from linkcpp.common.text import printable, printable_json
 from linkcpp.link.transport import TransportLostError
 from linkcpp.node.client import (
     NodeClient,
@@ -57,7 +57,8 @@ async def probe_node(
     except (NodeError, TransportLostError) as error:
         if isinstance(error, NodeError) and error.code == _NOT_A_NODE:
             return _found(candidate, Finding.NOT_A_NODE, _UNFIT)
-        return await _stranger(candidate, Finding.NO_ANSWER, str(error))
+        detail = error.told if isinstance(error, NodeError) else str(error)
+        return await _stranger(candidate, Finding.NO_ANSWER, detail)
 
 
 async def measure(probe: Probe, token: str) -> LinkSpeed | None:
@@ -122,6 +123,9 @@ async def _stranger(candidate: Candidate, finding: Finding, detail: str) -> Prob
     if health is None or health.service != _SERVICE:
         more = "" if status == httpx.codes.OK else f" (HTTP status {status})"
         return _found(candidate, Finding.NOT_A_NODE, f"{_UNFIT}{more}")
+    if finding is Finding.NO_ANSWER:
+        version = printable(health.agent_version, 40)
+        detail = f"it runs linkcpp {version}, but no link to it comes about: {detail}"
     return _found(candidate, finding, detail, health)
 
 

@@ -185,3 +185,21 @@ async def test_a_node_that_calls_itself_another_than_it_proved_to_be_is_not_one(
     peer.proved_id = NodeId("another")
     async with served(peer) as url:
         assert (await ask(url)).finding is Finding.NOT_A_NODE
+
+
+async def test_a_node_of_a_version_without_links_is_told_by_its_version() -> None:
+    health = b'{"service": "linkcpp-node", "agent_version": "0.0.9", "node_id": "x", "name": "y"}'
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        is_health = head.startswith(b"GET /v1/health")
+        writer.write(http_answer(health) if is_health else http_answer(b"", "404 Not Found"))
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    probe = await ask(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    server.close()
+    assert probe.finding is Finding.NO_ANSWER
+    assert probe.detail is not None
+    assert "linkcpp 0.0.9" in probe.detail
+    assert "404" in probe.detail
