@@ -24,6 +24,8 @@ from linkcpp.worker.several import JoinedSlabs
 from linkcpp.worker.slabs import GgufSlabs, SlabProvider
 from linkcpp.worker.store import LoadedSlabs, Progress
 
+_END_SECONDS = 2.0
+
 READY_PATTERN = r"^worker ready on 127\.0\.0\.1:(\d+)"
 
 
@@ -94,7 +96,15 @@ async def run_worker(
             with contextlib.suppress(LinkcppError):
                 await loading
             return
-        await _serve(config, loading.result(), announce, stop)
+        try:
+            await _serve(config, loading.result(), announce, stop)
+        except LinkcppError:
+            # What broke is mostly the connection to an rpc-server that ended, which tells more.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_SECONDS):
+                    await server.process.wait()
+            _check(server)
+            raise
         _check(server)
     finally:
         await server.process.stop()

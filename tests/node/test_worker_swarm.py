@@ -63,9 +63,6 @@ async def test_a_lost_link_changes_no_bit_and_its_worker_is_used_again(
         await asyncio.sleep(0.1)
         break_path(first.client.link)
         assert as_json(await answering) == expected
-        # The answer may have been over by then.
-        while not (await asyncio.to_thread(device.status))["workers"][0]["failure_count"]:
-            assert as_json(await asyncio.to_thread(server.complete, PROMPT, 12)) == expected
         status = await asyncio.to_thread(
             device.wait_until, "all(w['state'] == 'up' for w in s['workers'])"
         )
