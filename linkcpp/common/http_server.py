@@ -7,10 +7,10 @@ has the most go, so that those who have a token find room (``linkcpp.common.evic
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import h11
@@ -20,12 +20,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from linkcpp.common.access import LET_IN
+from linkcpp.common.callers import Headers
 from linkcpp.common.descriptors import is_near_descriptor_limit, raise_descriptor_limit
 from linkcpp.common.eviction import ConnectionInfo, ConnectionLimits, connection_to_evict
 from linkcpp.common.records import ErrorBody
 from linkcpp.common.request_ids import REQUEST_ID_HEADER, choose_request_id
 from linkcpp.common.request_log import note_refusal, request_id_of
 from linkcpp.common.sockets import tune_transport
+from linkcpp.common.upgrade import UpgradeError
 
 HEAD_DEADLINE_SECONDS = 10.0
 MAX_HEAD_BYTES = 16 * 1024
@@ -181,6 +183,51 @@ class BoundedHttpProtocol(H11Protocol):
     def _drop_slow_client(self) -> None:
         self._head_deadline = None
         self.transport.abort()
+
+
+class TakeUpgrade(Protocol):
+    """Makes something else of a connection whose request asks for a WebSocket."""
+
+    def __call__(
+        self, transport: asyncio.Transport, *, method: bytes, headers: Headers, peer: str
+    ) -> None:
+        """Answer the request and take the connection over.
+
+        Raises:
+            UpgradeError: it stays as it is, and is refused.
+        """
+        ...
+
+
+def upgrading_protocol(find: Callable[[str], TakeUpgrade | None]) -> type[BoundedHttpProtocol]:
+    """Make a class for ``make_server``: ``find`` says who takes WebSockets at a path.
+
+    Where nobody does, the application has them. What was taken does not count as a connection of
+    the server any more: whoever took it has bounds of their own.
+    """
+
+    class UpgradingHttpProtocol(BoundedHttpProtocol):
+        """Bounded HTTP/1.1, some of whose WebSockets are not the application's."""
+
+        def handle_websocket_upgrade(self, event: h11.Request) -> None:
+            """Give the connection to whoever has its path."""
+            take = find(self.scope["path"])
+            if take is None:
+                super().handle_websocket_upgrade(event)
+                return
+            self.connections.discard(self)
+            try:
+                take(
+                    self.transport,
+                    method=event.method,
+                    headers=self.headers,
+                    peer=self.client[0] if self.client else "",
+                )
+            except UpgradeError as error:
+                told = ErrorBody(code=error.code, message=error.reason)
+                self.refuse(error.status, told, self.headers)
+
+    return UpgradingHttpProtocol
 
 
 def _drop_one(among: set[BoundedHttpProtocol], limits: ConnectionLimits) -> bool:

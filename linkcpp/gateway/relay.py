@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 
 from linkcpp.common.callers import Headers, caller
 from linkcpp.common.descriptors import is_near_descriptor_limit
+from linkcpp.common.upgrade import UpgradeError, upgrade_response
 from linkcpp.gateway.connection import RelayConnection
 from linkcpp.gateway.frames import MAX_REST_BYTES
 from linkcpp.gateway.pairing import Ended, Event, PairingTable, Seat
-from linkcpp.gateway.upgrade import UpgradeError, upgrade_response
 from linkcpp.registry.fields import MAX_EDGES_PER_GATEWAY
 from linkcpp.registry.relay import Hello, RelayCloseCode
 from linkcpp.registry.tickets import HubKey, TicketError, verify_edge_ticket

@@ -3,13 +3,9 @@
 import asyncio
 import socket
 
-import h11
-
-from linkcpp.common.http_server import BoundedHttpProtocol, make_server
-from linkcpp.common.records import ErrorBody
+from linkcpp.common.http_server import BoundedHttpProtocol, make_server, upgrading_protocol
 from linkcpp.gateway.app import create_app
 from linkcpp.gateway.relay import Relay
-from linkcpp.gateway.upgrade import UpgradeError
 from linkcpp.registry.relay import RELAY_PATH
 
 
@@ -18,29 +14,7 @@ def relay_http_protocol(relay: Relay) -> type[BoundedHttpProtocol]:
 
     For ``linkcpp.common.http_server.make_server(http=…)``. Everything else goes to the application.
     """
-
-    class RelayHttpProtocol(BoundedHttpProtocol):
-        """Bounded HTTP/1.1 with a relay."""
-
-        def handle_websocket_upgrade(self, event: h11.Request) -> None:
-            """Give the connection to whom it asks for."""
-            if self.scope["path"] != RELAY_PATH:
-                super().handle_websocket_upgrade(event)
-                return
-            # Relayed connections leave the server's count: the relay has bounds of its own.
-            self.connections.discard(self)
-            try:
-                relay.accept(
-                    self.transport,
-                    method=event.method,
-                    headers=self.headers,
-                    peer=self.client[0] if self.client else "",
-                )
-            except UpgradeError as error:
-                told = ErrorBody(code=error.code, message=error.reason)
-                self.refuse(error.status, told, self.headers)
-
-    return RelayHttpProtocol
+    return upgrading_protocol(lambda path: relay.accept if path == RELAY_PATH else None)
 
 
 async def serve_gateway(

@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from linkcpp.common.callers import Headers
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.records import Record
 from linkcpp.common.text import printable
+from linkcpp.common.upgrade import UpgradeError, upgrade_response
 from linkcpp.link.accepted import AcceptedLink
 from linkcpp.link.handlers import StreamHandler, StreamPort
 from linkcpp.link.handshake import (
@@ -24,7 +26,7 @@ from linkcpp.link.handshake import (
 )
 from linkcpp.link.records import LinkLimits, LinkTimes
 from linkcpp.link.supply import Pin
-from linkcpp.link.transport import Transport, TransportLostError
+from linkcpp.link.transport import Transport, TransportLostError, WebSocketTransport
 from linkcpp.registry.credentials import pin_peer
 from linkcpp.registry.edges import EdgeOffer, EdgeRole
 from linkcpp.registry.relay import (
@@ -109,7 +111,7 @@ class LinkAcceptor:
         self._offered = asyncio.Condition()
         # Those who have not proved anything yet, in the order in which they came.
         self._strangers: dict[Transport, None] = {}
-        self._endings: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._sweeping = asyncio.create_task(self._sweep())
 
@@ -170,7 +172,23 @@ class LinkAcceptor:
         await asyncio.gather(self._sweeping, return_exceptions=True)
         reason = "the node's agent stops"
         await asyncio.gather(*(self.close_link(link_id, reason) for link_id in list(self._links)))
-        await asyncio.gather(*self._endings, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def take(
+        self, transport: asyncio.Transport, *, method: bytes, headers: Headers, peer: str
+    ) -> None:
+        """Serve whoever dialled this machine itself: ``linkcpp.common.http_server.TakeUpgrade``.
+
+        Raises:
+            UpgradeError: it does not ask for a WebSocket as it should, or this machine stops.
+        """
+        if self._is_closed:
+            raise UpgradeError(503, "stopping", "This node's agent is stopping.")
+        transport.write(upgrade_response(method, headers))
+        websocket = WebSocketTransport.accepted()
+        transport.set_protocol(websocket)
+        websocket.connection_made(transport)
+        self._spawn(self.accept_direct(websocket))
 
     async def accept_direct(self, transport: Transport) -> None:
         """Serve whoever dialled this machine itself, until it leaves."""
@@ -196,7 +214,7 @@ class LinkAcceptor:
             else:
                 hello = self._read_hello(message)
                 link = await self._link_of(hello.edge_id)
-                await transport.send(PAIRED)
+                transport.send(PAIRED)
                 agreed = await respond(transport, link.introduction, link.answer)
         finally:
             self._strangers.pop(transport, None)
@@ -217,7 +235,7 @@ class LinkAcceptor:
         link = self._links.get(link_id) or self._met.get(link_id) or self._make(member, self._own)
         self._met[link_id] = link
         try:
-            await transport.send(PAIRED)
+            transport.send(PAIRED)
             agreed = await respond(transport, member, link.answer)
         except BaseException:
             # Nothing is kept of whoever did not prove that it has the token.
@@ -316,9 +334,12 @@ class LinkAcceptor:
         return link
 
     def _said_goodbye(self, link_id: str) -> None:
-        ending = asyncio.create_task(self.close_link(link_id, "the other side closed it"))
-        self._endings.add(ending)
-        ending.add_done_callback(self._endings.discard)
+        self._spawn(self.close_link(link_id, "the other side closed it"))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _sweep(self) -> None:
         """Forget links that nobody used in a long time."""

@@ -74,10 +74,12 @@ class SecureChannel:
         self._on_goodbye = on_goodbye
         self._traffic: Traffic | None = None
         self._control: deque[bytes] = deque()
-        self._wake = asyncio.Event()
+        self._sending, self._receiving = agreed.keys.sending, agreed.keys.receiving
+        self._is_busy = False
+        self._closing: asyncio.Task[None] | None = None
         self._pings: dict[bytes, tuple[float, asyncio.Future[float]]] = {}
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._running = asyncio.create_task(self._run())
+        transport.deliver_to(self)
 
     @property
     def is_open(self) -> bool:
@@ -106,10 +108,6 @@ class SecureChannel:
         """Carry no session any more; what still arrives of it is dropped."""
         self._traffic = None
 
-    def wake(self) -> None:
-        """Look again whether there is something to send."""
-        self._wake.set()
-
     async def ping(self) -> float:
         """Measure one round trip to the other machine, in milliseconds.
 
@@ -136,29 +134,65 @@ class SecureChannel:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._transport.close(code, reason)
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
+        if self._closing is not None:
+            await asyncio.gather(self._closing, return_exceptions=True)
 
-    async def _run(self) -> None:
-        loops = (asyncio.create_task(self._send()), asyncio.create_task(self._receive()))
-        code, reason = 1000, ""
+    # What the transport tells.
+
+    def received(self, message: bytes) -> None:
+        """Open a record and pass it on, then send what it caused."""
+        if self.ended.done():
+            return
+        self._is_busy = True
         try:
-            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        except TransportLostError as error:
-            code, reason = error.code or 1006, error.reason
+            self._take(self._receiving.decrypt(message))
         except (NoiseError, SessionError) as error:
-            code, reason = RelayCloseCode.RECORD_INVALID, str(error)
+            self._fail(RelayCloseCode.RECORD_INVALID, str(error))
         except Exception:
-            _log.exception("a channel of an edge ended by a defect")
-            code, reason = 1011, "linkcpp met a defect of its own"
+            _log.exception("a channel ended by an internal error")
+            self._fail(1011, "internal error")
         finally:
-            for task in loops:
-                task.cancel()
-            await asyncio.gather(*loops, return_exceptions=True)
-        self._end(printable(reason, 200), code)
-        await self._transport.close(code if code != 1006 else 1000, reason)
+            self._is_busy = False
+        self.wake()
+
+    def writable(self) -> None:
+        """The transport takes messages again."""
+        self.wake()
+
+    def lost(self, error: TransportLostError) -> None:
+        """The transport is gone."""
+        self._fail(error.code or 1006, error.reason)
+
+    def wake(self) -> None:
+        """Send what there is to send, as far as the transport takes it."""
+        if self._is_busy:  # whoever is at it sends it afterwards
+            return
+        self._is_busy = True
+        try:
+            while not (self._transport.is_full or self.ended.done()):
+                record = self._next_record()
+                if record is None:
+                    break
+                self._transport.send(self._sending.encrypt(record))
+        except Exception:
+            _log.exception("a channel ended by an internal error")
+            self._fail(1011, "internal error")
+        finally:
+            self._is_busy = False
+
+    def _next_record(self) -> bytes | None:
+        if self._control:
+            return self._control.popleft()
+        return self._traffic.next_record() if self._traffic is not None else None
+
+    def _fail(self, code: int, reason: str) -> None:
+        """End by itself; the transport is closed beside whatever goes on."""
+        if self.ended.done():
+            return
+        reason = printable(reason, 200)
+        self._end(reason, code)
+        closing = self._transport.close(code if code != 1006 else 1000, reason)
+        self._closing = asyncio.create_task(closing)
 
     def _end(self, reason: str, code: int) -> None:
         if not self.ended.done():
@@ -166,37 +200,16 @@ class SecureChannel:
             self.end_code = code
             self.ended.set_result(reason)
 
-    async def _send(self) -> None:
-        sending = self.agreed.keys.sending
-        while True:
-            self._wake.clear()
-            while (record := self._next_record()) is not None:
-                await self._transport.send(sending.encrypt(record))
-            await self._wake.wait()
-
-    def _next_record(self) -> bytes | None:
-        if self._control:
-            return self._control.popleft()
-        return self._traffic.next_record() if self._traffic is not None else None
-
-    async def _receive(self) -> None:
-        receiving = self.agreed.keys.receiving
-        while True:
-            sealed = await self._transport.receive()
-            self._take(receiving.decrypt(sealed))
-
     def _take(self, record: bytes) -> None:
         self.heard_at = monotonic()
         kind = record[0] if record else 0
         if kind in (RecordType.DATA, RecordType.ACK):
             if self._traffic is not None:
                 self._traffic.receive(record)
-                self.wake()
         elif kind == RecordType.PING and len(record) == _PING.size:
             if len(self._control) > _MAX_PONGS_WAITING:
                 raise SessionError("pings without end")
             self._control.append(_PING.pack(RecordType.PONG, record[1:]))
-            self.wake()
         elif kind == RecordType.PONG and len(record) == _PING.size:
             asked_at, answer = self._pings.get(record[1:], (0.0, None))
             if answer is not None and not answer.done():

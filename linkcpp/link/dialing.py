@@ -9,7 +9,7 @@ from linkcpp.link.choosing import Path, PathKind
 from linkcpp.link.core import Resume
 from linkcpp.link.handshake import HANDSHAKE_SECONDS, Introduction, initiate
 from linkcpp.link.records import LinkTimes
-from linkcpp.link.transport import DialledTransport, Transport, TransportLostError
+from linkcpp.link.transport import Transport, TransportLostError, WebSocketTransport
 from linkcpp.registry.relay import DIRECT_PATH, PAIRED
 from linkcpp.registry.trust import websocket_url
 
@@ -73,9 +73,9 @@ async def dial_paired(
     Raises:
         TransportLostError: it cannot be reached, refuses, or the other side did not come.
     """
-    transport = await DialledTransport.dial(url, timeout_seconds=dial_seconds)
+    transport = await WebSocketTransport.dial(url, timeout_seconds=dial_seconds)
     try:
-        await transport.send(hello)
+        transport.send(hello)
         async with asyncio.timeout(pairing_seconds):
             answer = await transport.receive()
     except TimeoutError:

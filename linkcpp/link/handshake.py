@@ -154,11 +154,11 @@ async def initiate(transport: Transport, introduction: Introduction, own: Resume
     handshake = introduction.handshake(is_initiator=True)
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            await transport.send(handshake.write_message(own.encode()))
+            transport.send(handshake.write_message(own.encode()))
             answer = handshake.read_message(await transport.receive())
             peer, told = Resume.decode(answer[:RESUME_BYTES]), answer[RESUME_BYTES:]
             if introduction.peer is None:
-                await transport.send(handshake.write_message(introduction.own.encode()))
+                transport.send(handshake.write_message(introduction.own.encode()))
         machine = _machine(introduction, told)
         return _agreed(handshake, introduction, own, peer, machine)
     except (NoiseError, SessionError, TimeoutError) as error:
@@ -183,10 +183,10 @@ async def respond(
             own = answer(peer)
             machine = introduction.peer
             if machine is not None:
-                await transport.send(handshake.write_message(own.encode()))
+                transport.send(handshake.write_message(own.encode()))
             else:
                 told = own.encode() + introduction.own.encode()
-                await transport.send(handshake.write_message(told))
+                transport.send(handshake.write_message(told))
                 machine = Machine.decode(handshake.read_message(await transport.receive()))
         return _agreed(handshake, introduction, own, peer, machine)
     except (NoiseError, SessionError, TimeoutError) as error:

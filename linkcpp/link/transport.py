@@ -1,14 +1,18 @@
-"""What carries an edge's messages: a WebSocket that this machine dialled, or one that it accepted.
+"""What carries a link's messages: a WebSocket, at the end that dialled or at the one that accepted.
 
 A transport keeps message borders and order, and is trusted with nothing else.
 """
 
+import asyncio
 import contextlib
-from typing import Protocol
+from collections import deque
+from typing import Protocol, cast
 
-from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, WebSocketException
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidState, WebSocketException
+from websockets.frames import Frame, Opcode
+from websockets.protocol import SERVER, State
+from websockets.protocol import Protocol as WebSocket
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.network_errors import in_words
@@ -21,6 +25,7 @@ from linkcpp.registry.trust import tls_context
 # One chunk at most waits in this process behind what the kernel holds.
 _WRITE_LIMIT_BYTES = 16 * 1024
 _MAX_QUEUED_MESSAGES = 16
+_CLOSE_SECONDS = 1.0
 # RFC 6455, section 5.5.1: what a close frame can hold besides its code.
 _MAX_REASON_BYTES = 123
 
@@ -35,23 +40,44 @@ class TransportLostError(Exception):
         self.is_refused = is_refused
 
 
-class Transport(Protocol):
-    """One connection that carries binary messages."""
+class Receiver(Protocol):
+    """Whom a transport tells what happens on it; all calls are short."""
 
-    async def send(self, message: bytes) -> None:
-        """Send a message; returns when there is room for another.
+    def received(self, message: bytes) -> None:
+        """Take a message."""
+        ...
+
+    def writable(self) -> None:
+        """The transport takes messages again."""
+        ...
+
+    def lost(self, error: TransportLostError) -> None:
+        """The transport is gone; nothing more comes."""
+        ...
+
+
+class Transport(Protocol):
+    """One connection that carries binary messages: first in turns, then to a receiver."""
+
+    async def receive(self) -> bytes:
+        """Wait for the next message; not once there is a receiver.
 
         Raises:
-            TransportLostError: the connection is gone.
+            TransportLostError: the connection is gone, or sent what is not a binary message.
         """
         ...
 
-    async def receive(self) -> bytes:
-        """Wait for the next message.
+    def deliver_to(self, receiver: Receiver) -> None:
+        """Give a receiver what comes from now on, and what came and was not received."""
+        ...
 
-        Raises:
-            TransportLostError: the connection is gone, or sent what is no binary message.
-        """
+    @property
+    def is_full(self) -> bool:
+        """Whether no message should be sent now; a receiver is told when that ends."""
+        ...
+
+    def send(self, message: bytes) -> None:
+        """Send a message; dropped where the connection is gone."""
         ...
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
@@ -59,14 +85,32 @@ class Transport(Protocol):
         ...
 
 
-class DialledTransport:
-    """A WebSocket that this machine opened."""
+class WebSocketTransport(asyncio.Protocol):
+    """A WebSocket whose opening handshake is over; ``websocket`` does its framing.
 
-    def __init__(self, connection: ClientConnection) -> None:
-        self._connection = connection
+    Messages go straight from the event loop to whoever uses them: no task and no queue lies
+    between, which is most of what a message would cost.
+    """
+
+    _transport: asyncio.Transport
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self._websocket = websocket
+        self._messages: deque[bytes] = deque()
+        self._parts: list[bytes] = []
+        self._receiver: Receiver | None = None
+        self._waiting: asyncio.Future[None] | None = None
+        self._lost: TransportLostError | None = None
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_full = False
 
     @classmethod
-    async def dial(cls, url: str, *, timeout_seconds: float) -> "DialledTransport":
+    def accepted(cls) -> "WebSocketTransport":
+        """Make the protocol of a connection whose upgrade this machine has answered."""
+        return cls(WebSocket(SERVER, max_size=MAX_MESSAGE_BYTES))
+
+    @classmethod
+    async def dial(cls, url: str, *, timeout_seconds: float) -> "WebSocketTransport":
         """Open a WebSocket.
 
         Raises:
@@ -81,86 +125,162 @@ class DialledTransport:
                     proxy=proxy.url if proxy else None,
                     ssl=tls_context() if url.startswith("wss:") else None,
                     open_timeout=timeout_seconds,
-                    # The edge asks itself whether its peer is alive, end to end.
+                    # A link asks itself whether its peer is alive, end to end.
                     ping_interval=None,
-                    close_timeout=1.0,
                     max_size=MAX_MESSAGE_BYTES,
-                    max_queue=_MAX_QUEUED_MESSAGES,
-                    write_limit=_WRITE_LIMIT_BYTES,
                 )
         except LinkcppError as error:
             raise TransportLostError(str(error)) from error
         except (OSError, WebSocketException, ValueError) as error:
             is_refused = isinstance(error, ConnectionRefusedError)
             raise TransportLostError(in_words(error), is_refused=is_refused) from error
-        tune_transport(connection.transport)
-        return cls(connection)
+        # Both relay and peer are silent until they are told who dials, so nothing is under way.
+        dialled = cls(connection.protocol)
+        connection.transport.set_protocol(dialled)
+        dialled.connection_made(connection.transport)
+        return dialled
 
-    async def send(self, message: bytes) -> None:
-        """Send a message."""
-        try:
-            await self._connection.send(message)
-        except ConnectionClosed as error:
-            raise _closed(error) from None
+    # What the event loop tells.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the connection over."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_LIMIT_BYTES)
+        tune_transport(transport)
+        if self._transport.is_closing():
+            self._lose(TransportLostError("the connection was lost"))
+
+    def data_received(self, data: bytes) -> None:
+        """Read what came."""
+        websocket = self._websocket
+        websocket.receive_data(data)
+        for event in websocket.events_received():
+            self._take(cast("Frame", event))
+        if websocket.writes:
+            self._write_all()
+        if websocket.state is not State.OPEN:
+            self._end()
+
+    def eof_received(self) -> None:
+        """The peer sends no more."""
+        self._websocket.receive_eof()
+        self._write_all()
+        self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        self._lose(TransportLostError("the connection was lost"))
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    def pause_writing(self) -> None:
+        """The kernel takes no more."""
+        self.is_full = True
+
+    def resume_writing(self) -> None:
+        """The kernel takes data again."""
+        self.is_full = False
+        if self._receiver is not None:
+            self._receiver.writable()
+
+    # What its user asks for.
 
     async def receive(self) -> bytes:
         """Wait for the next message."""
-        try:
-            message = await self._connection.recv()
-        except ConnectionClosed as error:
-            raise _closed(error) from None
-        if isinstance(message, str):
-            raise TransportLostError("the other side sends no more")
-        return message
+        while not self._messages:
+            if self._lost is not None:
+                raise self._lost
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        if len(self._messages) == _MAX_QUEUED_MESSAGES:
+            self._transport.resume_reading()
+        return self._messages.popleft()
 
-    async def close(self, code: int = 1000, reason: str = "") -> None:
-        """End the connection."""
-        with contextlib.suppress(OSError, WebSocketException):
-            await self._connection.close(code, _fitting(reason))
+    def deliver_to(self, receiver: Receiver) -> None:
+        """Give a receiver what comes from now on."""
+        if len(self._messages) >= _MAX_QUEUED_MESSAGES:
+            self._transport.resume_reading()
+        self._receiver = receiver
+        while self._messages:
+            receiver.received(self._messages.popleft())
+        if self._lost is not None:
+            receiver.lost(self._lost)
 
-
-class AcceptedTransport:
-    """A WebSocket that somebody opened to this machine's agent."""
-
-    def __init__(self, websocket: WebSocket) -> None:
-        self._websocket = websocket
-
-    async def send(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Send a message."""
-        try:
-            await self._websocket.send({"type": "websocket.send", "bytes": message})
-        except (OSError, RuntimeError, WebSocketDisconnect):
-            raise TransportLostError("the other side closed it") from None
-
-    async def receive(self) -> bytes:
-        """Wait for the next message."""
-        try:
-            message = await self._websocket.receive()
-        except RuntimeError:
-            raise TransportLostError("it is closed") from None
-        if message["type"] == "websocket.disconnect":
-            raise TransportLostError(
-                message.get("reason") or "the other side closed it", message.get("code")
-            )
-        data = message.get("bytes")
-        if data is None:
-            raise TransportLostError("the other side sends no more")
-        return bytes(data)
+        with contextlib.suppress(InvalidState):
+            self._websocket.send_binary(message)
+            self._write_all()
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
-        """End the connection."""
-        if self._websocket.application_state is not WebSocketState.CONNECTED:
+        """Say why, and wait a moment for the peer to do the same."""
+        with contextlib.suppress(InvalidState):
+            self._websocket.send_close(code, _fitting(reason))
+            self._write_all()
+        self._lose(TransportLostError(reason or "it was closed", code))
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await asyncio.shield(self._gone)
+        except TimeoutError:
+            self._transport.abort()
+
+    def _take(self, frame: Frame) -> None:
+        if frame.opcode is Opcode.BINARY or frame.opcode is Opcode.CONT:
+            if self._parts or not frame.fin:
+                self._parts.append(bytes(frame.data))
+                if frame.fin:
+                    message, self._parts = b"".join(self._parts), []
+                    self._pass_on(message)
+            else:
+                self._pass_on(bytes(frame.data))
+        elif frame.opcode is Opcode.TEXT:
+            self._lose(TransportLostError("the other side sends no more"))
+
+    def _pass_on(self, message: bytes) -> None:
+        if self._lost is not None:
             return
-        with contextlib.suppress(OSError, RuntimeError, WebSocketDisconnect):
-            await self._websocket.close(code, _fitting(reason))
+        if self._receiver is not None:
+            self._receiver.received(message)
+            return
+        self._messages.append(message)
+        if len(self._messages) == _MAX_QUEUED_MESSAGES:
+            self._transport.pause_reading()
+        self._wake()
 
+    def _write_all(self) -> None:
+        for data in self._websocket.data_to_send():
+            if data:
+                self._transport.write(data)
+            elif self._transport.can_write_eof():
+                self._transport.write_eof()
+            else:  # TLS has no half-close
+                self._transport.close()
 
-def _closed(error: ConnectionClosed) -> TransportLostError:
-    if error.rcvd is None:
-        return TransportLostError("the connection was lost")
-    return TransportLostError(
-        printable(error.rcvd.reason, 200) or "the other side closed it", error.rcvd.code
-    )
+    def _end(self) -> None:
+        """The WebSocket has ended: what is left is to close the connection."""
+        told = self._websocket.close_rcvd
+        if told is not None:
+            reason = printable(told.reason, 200) or "the other side closed it"
+            self._lose(TransportLostError(reason, told.code))
+        else:
+            error = self._websocket.parser_exc
+            self._lose(TransportLostError(f"the connection was lost: {error}"))
+        asyncio.get_running_loop().call_later(_CLOSE_SECONDS, self._transport.abort)
+
+    def _lose(self, error: TransportLostError) -> None:
+        if self._lost is not None:
+            return
+        self._lost = error
+        self._wake()
+        if self._receiver is not None:
+            self._receiver.lost(error)
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 def _fitting(reason: str) -> str:

@@ -11,12 +11,11 @@ from linkcpp.common.access import RateLimit, let_in, read_body, refuse, replay
 from linkcpp.common.callers import is_this_machine
 from linkcpp.common.metrics import METRICS_PATH
 from linkcpp.common.records import ErrorBody
-from linkcpp.registry.relay import DIRECT_PATH
 
 HEALTH_PATH = "/v1/health"
 # Who a request is of that came over a link, in the scope's state: no request can put it there.
 LINK_USER = "linkcpp.link_user"
-_OPEN = {("http", HEALTH_PATH), ("websocket", DIRECT_PATH)}
+_OPEN = {("http", HEALTH_PATH)}
 MAX_BODY_BYTES = 64 * 1024
 BODY_DEADLINE_SECONDS = 10.0
 MAX_MANIFEST_BYTES = 16 * 2**20
@@ -53,7 +52,7 @@ def is_routine(scope: Scope, status: int) -> bool:
 class AccessControl:
     """Lets in who comes over a link, and who shows the token on this machine.
 
-    Proof of life is open to all, and so is the address of links, which have a handshake.
+    Proof of life is open to all. The address of links, which have a handshake, is not a route here.
 
     Bodies are read here, whole and bounded in size and time, before a route sees them; only the
     echo, which counts bytes without keeping them, and the upload of a slice, which puts them on the

@@ -14,7 +14,7 @@ from linkcpp.cluster.mdns import Advertisement, Advertiser, memory_class
 from linkcpp.cluster.measure import CPU, Promise, this_machine
 from linkcpp.cluster.records import NodeRecord
 from linkcpp.common.errors import LinkcppError
-from linkcpp.common.http_server import BoundedServer, make_server
+from linkcpp.common.http_server import BoundedServer, make_server, upgrading_protocol
 from linkcpp.common.paths import data_folder, state_folder
 from linkcpp.engine.check import choose_engine
 from linkcpp.engine.fingerprint import read_devices
@@ -23,7 +23,6 @@ from linkcpp.engine.records import Engine, EngineLocation, EngineProblem
 from linkcpp.engine.rpc_server import start_rpc_server
 from linkcpp.link.acceptor import LinkAcceptor, LinkUser
 from linkcpp.link.handshake import Machine, cluster_psk
-from linkcpp.link.noise import MAX_MESSAGE_BYTES
 from linkcpp.node.access import LINK_USER
 from linkcpp.node.app import create_app
 from linkcpp.node.joining import Joining
@@ -35,6 +34,7 @@ from linkcpp.node.slice_store import SliceStore
 from linkcpp.node.targets import Targets
 from linkcpp.node.workers import WorkerManager
 from linkcpp.registry.keys import load_keys
+from linkcpp.registry.relay import DIRECT_PATH
 
 _ADVERTISE_SECONDS = 30.0
 _DEVICES_SECONDS = 15.0
@@ -199,9 +199,9 @@ class NodeAgent:
         )
         server = make_server(
             create_app(self),
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            # A link asks itself whether its peer is there.
-            ping_interval_seconds=None,
+            http=upgrading_protocol(lambda path: self.links.take if path == DIRECT_PATH else None),
+            # The application has no WebSocket: this bounds what it refuses.
+            max_message_bytes=1024,
         )
         return server
 

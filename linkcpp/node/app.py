@@ -3,7 +3,7 @@
 import asyncio
 from typing import Annotated, Any, Protocol
 
-from fastapi import FastAPI, Path, Query, Request, WebSocket
+from fastapi import FastAPI, Path, Query, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
@@ -17,7 +17,6 @@ from linkcpp.common.metrics import METRICS_PATH, metrics_response
 from linkcpp.common.records import ErrorBody
 from linkcpp.common.request_log import RequestLog
 from linkcpp.link.acceptor import LinkAcceptor
-from linkcpp.link.transport import AcceptedTransport
 from linkcpp.node.access import AccessControl, is_routine
 from linkcpp.node.limits import RefusedError
 from linkcpp.node.metrics import node_metrics
@@ -33,7 +32,6 @@ from linkcpp.node.slice_routes import add_slice_routes
 from linkcpp.node.slice_store import SliceStore
 from linkcpp.node.worker_routes import add_worker_routes
 from linkcpp.node.workers import WorkerManager
-from linkcpp.registry.relay import DIRECT_PATH
 
 MAX_ECHO_BYTES = 64 * 2**20
 ECHO_DEADLINE_SECONDS = 60.0
@@ -68,7 +66,6 @@ def create_app(agent: Agent) -> ASGIApp:
     app = new_api("linkcpp node agent", defect=_DEFECT)
     _add_node_routes(app, agent)
     _add_server_routes(app, agent.servers)
-    _add_direct_links(app, agent)
     add_slice_routes(app, agent.slices)
     add_worker_routes(app, agent.workers)
     _add_errors(app)
@@ -168,13 +165,6 @@ def _add_server_routes(app: FastAPI, servers: ServerManager) -> None:
         server_id: _Id, tail: Annotated[int, Query(ge=1, le=MAX_LOG_LINES)] = 200
     ) -> str:
         return await asyncio.to_thread(servers.logs, ServerId(server_id), tail)
-
-
-def _add_direct_links(app: FastAPI, agent: Agent) -> None:
-    @app.websocket(DIRECT_PATH)
-    async def link(websocket: WebSocket) -> None:
-        await websocket.accept()
-        await agent.links.accept_direct(AcceptedTransport(websocket))
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -7,17 +7,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from fastapi import FastAPI, Request, Response, WebSocket
+from fastapi import FastAPI, Request, Response
 
 from linkcpp.cluster.records import Health, NodeDevice, NodeId, NodeRecord
-from linkcpp.common.http_server import BoundedServer, make_server
+from linkcpp.common.http_server import BoundedServer, make_server, upgrading_protocol
 from linkcpp.engine.records import EngineFeatures, EngineFingerprint, RpcVersion
 from linkcpp.link.acceptor import LinkAcceptor, LinkUser
 from linkcpp.link.handlers import StreamHandler, StreamPort
 from linkcpp.link.handshake import Machine, cluster_psk
-from linkcpp.link.noise import MAX_MESSAGE_BYTES
 from linkcpp.link.stream_transport import StreamTransport
-from linkcpp.link.transport import AcceptedTransport
 from linkcpp.node.records import API_TARGET
 from linkcpp.registry.relay import DIRECT_PATH
 
@@ -103,11 +101,6 @@ class Peer:
             self._note(request)
             return {"received_bytes": len(await request.body())}
 
-        @app.websocket(DIRECT_PATH)
-        async def link(websocket: WebSocket) -> None:
-            await websocket.accept()
-            await self.links.accept_direct(AcceptedTransport(websocket))
-
         return app
 
     def take_links(self, server: BoundedServer) -> None:
@@ -140,7 +133,9 @@ def free_socket(host: str = "127.0.0.1") -> socket.socket:
 async def served(peer: Peer, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """Run a peer; gives its URL."""
     server = make_server(
-        peer.app(), max_message_bytes=MAX_MESSAGE_BYTES, ping_interval_seconds=None
+        peer.app(),
+        http=upgrading_protocol(lambda path: peer.links.take if path == DIRECT_PATH else None),
+        max_message_bytes=1024,
     )
     server.config.timeout_graceful_shutdown = 0
     peer.take_links(server)

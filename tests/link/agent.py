@@ -1,32 +1,25 @@
-"""The part of a node's agent that direct paths need: one WebSocket route."""
+"""The part of a node's agent that direct paths need: the address of links."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
-from starlette.routing import WebSocketRoute
-from starlette.websockets import WebSocket
 
-from linkcpp.common.http_server import make_server
+from linkcpp.common.http_server import make_server, upgrading_protocol
 from linkcpp.common.sockets import listen
 from linkcpp.link.acceptor import LinkAcceptor
-from linkcpp.link.transport import AcceptedTransport
 from linkcpp.registry.relay import DIRECT_PATH
 
 
 @contextlib.asynccontextmanager
 async def direct_route(acceptor: LinkAcceptor) -> AsyncIterator[int]:
     """Serve the route as the agent does; return its port."""
-
-    async def accept(websocket: WebSocket) -> None:
-        await websocket.accept()
-        await acceptor.accept_direct(AcceptedTransport(websocket))
-
-    app = Starlette(routes=[WebSocketRoute(DIRECT_PATH, accept)])
     sockets = listen("127.0.0.1", 0)
     server = make_server(
-        app, max_message_bytes=2**20, ping_interval_seconds=5.0, ping_timeout_seconds=30.0
+        Starlette(),
+        http=upgrading_protocol(lambda path: acceptor.take if path == DIRECT_PATH else None),
+        max_message_bytes=1024,
     )
     serving = asyncio.create_task(server.serve(sockets=sockets))
     try:

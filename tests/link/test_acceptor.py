@@ -19,7 +19,7 @@ from linkcpp.link.handshake import Agreed, KnownPeer, initiate, parse_link_key
 from linkcpp.link.offers import LinkEndedError
 from linkcpp.link.records import CHUNK_BYTES, FrameType, LinkLimits, RecordType
 from linkcpp.link.status import ConnectionState
-from linkcpp.link.transport import DialledTransport, TransportLostError
+from linkcpp.link.transport import TransportLostError, WebSocketTransport
 from linkcpp.registry.edges import EdgeOffer, EdgeRole
 from linkcpp.registry.keys import make_keys
 from linkcpp.registry.relay import DIRECT_PATH, PAIRED, Hello, RelayCloseCode, encode_hello
@@ -152,8 +152,8 @@ async def test_strangers_who_say_nothing_make_room_for_who_has_a_ticket(
 
 async def test_a_ticket_without_the_coordinators_key_is_of_no_use(direct: Direct) -> None:
     await direct.node.acceptor.offer(direct.hub.make(EdgeRole.NODE, None))
-    transport = await DialledTransport.dial(direct.url, timeout_seconds=60)
-    await transport.send(direct.hello())
+    transport = await WebSocketTransport.dial(direct.url, timeout_seconds=60)
+    transport.send(direct.hello())
     assert await transport.receive() == PAIRED
     stranger = KnownPeer(
         make_keys().edge,
@@ -171,7 +171,7 @@ async def test_a_ticket_without_the_coordinators_key_is_of_no_use(direct: Direct
 class Hostile:
     """A coordinator with all keys that makes its own records."""
 
-    def __init__(self, transport: DialledTransport, agreed: Agreed) -> None:
+    def __init__(self, transport: WebSocketTransport, agreed: Agreed) -> None:
         self.transport = transport
         self._keys = agreed.keys
         self._number = 0
@@ -179,8 +179,8 @@ class Hostile:
     @classmethod
     async def attach(cls, direct: Direct) -> "Hostile":
         await direct.node.acceptor.offer(direct.hub.make(EdgeRole.NODE, None))
-        transport = await DialledTransport.dial(direct.url, timeout_seconds=60)
-        await transport.send(direct.hello())
+        transport = await WebSocketTransport.dial(direct.url, timeout_seconds=60)
+        transport.send(direct.hello())
         assert await transport.receive() == PAIRED
         keys = KnownPeer(
             direct.hub.backbone_keys.edge,
@@ -194,7 +194,7 @@ class Hostile:
         return hostile
 
     async def send(self, record: bytes) -> None:
-        await self.transport.send(self._keys.sending.encrypt(record))
+        self.transport.send(self._keys.sending.encrypt(record))
 
     async def frame(self, kind: FrameType, stream: int, body: bytes = b"") -> None:
         head = struct.pack("<BQQBI", RecordType.DATA, self._number, 0, kind, stream)

@@ -136,12 +136,12 @@ async def test_a_first_message_that_was_recorded_moves_no_session() -> None:
         await pair.channels[0].ping()
         recorded = pair.transports[0].sent[0]
         attacker, node = transports()
-        await attacker.send(recorded)
+        attacker.send(recorded)
         agreed = await respond(node, pair.introductions[1], lambda _: pair.node.core.resume)
         channel = SecureChannel(node, agreed, path="forged", on_attach=pair.attach)
         await attacker.receive()
         for message in pair.transports[0].sent[1:]:
-            await attacker.send(message)
+            attacker.send(message)
         await channel.ended
         assert channel.end_code == RelayCloseCode.RECORD_INVALID
         assert pair.node.channel is pair.channels[1]
@@ -281,7 +281,7 @@ async def test_a_goodbye_is_told_at_the_end_that_was_dialled() -> None:
 async def test_a_sealed_record_that_means_nothing_ends_the_link(record: bytes) -> None:
     async with echo_server() as echo, link_pair(echo.port) as pair:
         sealed = pair.channels[1].agreed.keys.sending.encrypt(record)
-        await pair.transports[1].send(sealed)
+        pair.transports[1].send(sealed)
         await pair.channels[0].ended
         assert pair.channels[0].end_code == RelayCloseCode.RECORD_INVALID
 
@@ -301,11 +301,10 @@ async def test_a_flood_of_pings_is_bounded() -> None:
 class StalledTransport:
     """Takes messages in, and never gets one out."""
 
+    is_full = True
+
     def __init__(self, transport: object) -> None:
         self._transport = transport
-
-    async def send(self, message: bytes) -> None:
-        await asyncio.Event().wait()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._transport, name)

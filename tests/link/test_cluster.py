@@ -17,7 +17,7 @@ from linkcpp.link.offers import LinkEndedError
 from linkcpp.link.records import LinkLimits
 from linkcpp.link.status import ConnectionState
 from linkcpp.link.supply import ClusterSupply
-from linkcpp.link.transport import DialledTransport, TransportLostError
+from linkcpp.link.transport import TransportLostError, WebSocketTransport
 from linkcpp.registry.relay import DIRECT_PATH, PAIRED, RelayCloseCode, encode_cluster_hello
 from tests.link.agent import direct_route
 from tests.link.edges import BACKBONE, NODE, QUICK, TARGET, behind
@@ -155,10 +155,10 @@ async def test_more_streams_than_may_be_are_refused_here(node: Node) -> None:
         assert await exchange(link.connect(TARGET), b"room again") == b"room again"
 
 
-async def said_hello(node: Node, link_id: str = LINK_ID) -> DialledTransport:
+async def said_hello(node: Node, link_id: str = LINK_ID) -> WebSocketTransport:
     url = node.url.replace("http", "ws") + DIRECT_PATH
-    transport = await DialledTransport.dial(url, timeout_seconds=5)
-    await transport.send(encode_cluster_hello(link_id))
+    transport = await WebSocketTransport.dial(url, timeout_seconds=5)
+    transport.send(encode_cluster_hello(link_id))
     return transport
 
 

@@ -21,7 +21,7 @@ from linkcpp.link.pump import StreamPump
 from linkcpp.link.records import LinkLimits
 from linkcpp.link.stream_transport import StreamTransport
 from linkcpp.link.tcp_handler import Streams
-from linkcpp.link.transport import TransportLostError
+from linkcpp.link.transport import Receiver, TransportLostError
 from tests.link.edges import BACKBONE, NODE, TARGET, behind
 
 LINK_ID = "ab" * 16
@@ -35,17 +35,20 @@ Meddler = Callable[[bytes], list[bytes]]
 class MemoryTransport:
     """One end; what it sends goes through ``meddler``."""
 
+    is_full = False
+
     def __init__(self, inbox: asyncio.Queue[bytes | None], outbox: asyncio.Queue[bytes | None]):
         self._inbox = inbox
         self._outbox = outbox
+        self._passing: asyncio.Task[None] | None = None
         self.meddler: Meddler | None = None
         self.sent: list[bytes] = []
         self.closed: tuple[int, str] | None = None
 
-    async def send(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         self.sent.append(message)
         for passed in self.meddler(message) if self.meddler else [message]:
-            await self._outbox.put(passed)
+            self._outbox.put_nowait(passed)
 
     async def receive(self) -> bytes:
         message = await self._inbox.get()
@@ -53,12 +56,23 @@ class MemoryTransport:
             raise TransportLostError("the other side closed it", 1000)
         return message
 
+    def deliver_to(self, receiver: Receiver) -> None:
+        self._passing = asyncio.create_task(self._pass_on(receiver))
+
+    async def _pass_on(self, receiver: Receiver) -> None:
+        try:
+            while True:
+                receiver.received(await self.receive())
+        except TransportLostError as error:
+            receiver.lost(error)
+
     async def close(self, code: int = 1000, reason: str = "") -> None:
         if self.closed is None:
             self.closed = (code, reason)
-            with contextlib.suppress(asyncio.QueueFull):
-                self._outbox.put_nowait(None)
-                self._inbox.put_nowait(None)
+            self._outbox.put_nowait(None)
+            self._inbox.put_nowait(None)
+        if self._passing is not None:
+            await asyncio.gather(self._passing, return_exceptions=True)
 
 
 def transports() -> tuple[MemoryTransport, MemoryTransport]:

@@ -2,7 +2,7 @@
 
 from linkcpp.link.endpoint import LinkEndpoint
 from linkcpp.link.forward import Forward
-from linkcpp.link.transport import DialledTransport
+from linkcpp.link.transport import WebSocketTransport
 from linkcpp.node.client import NodeClient
 from linkcpp.node.records import ServerRecord, WorkerId, server_target, worker_target
 
@@ -23,5 +23,5 @@ def break_path(link: LinkEndpoint) -> None:
     assert pump is not None
     assert pump.channel is not None
     transport = pump.channel._transport
-    assert isinstance(transport, DialledTransport)
-    transport._connection.transport.abort()
+    assert isinstance(transport, WebSocketTransport)
+    transport._transport.abort()

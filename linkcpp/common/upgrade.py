@@ -1,4 +1,4 @@
-"""The HTTP request that becomes a relay's WebSocket (RFC 6455, section 4.2). Pure."""
+"""The HTTP request that becomes a WebSocket (RFC 6455, section 4.2). Pure."""
 
 import base64
 import binascii
