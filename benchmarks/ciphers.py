@@ -42,7 +42,7 @@ class _ChaChaState(CipherState):
         self._cipher = cast(AESGCM, ChaCha20Poly1305(key))  # both are called alike
 
 
-class _TlsMachine:
+class TlsMachine:
     """A machine with a certificate of its own, valid for ever so that no clock matters."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -63,7 +63,7 @@ class _TlsMachine:
         private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         self._file.write_bytes(private + self.certificate.encode())
 
-    def context(self, protocol: int, peer: "_TlsMachine") -> ssl.SSLContext:
+    def context(self, protocol: int, peer: "TlsMachine") -> ssl.SSLContext:
         """Make what a connection to or from one peer needs: only that peer is taken."""
         made = ssl.SSLContext(protocol)
         made.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -101,7 +101,8 @@ class _TlsPair:
         return size
 
 
-def _tls_contexts(client: _TlsMachine, server: _TlsMachine) -> tuple[ssl.SSLContext, ...]:
+def tls_contexts(client: TlsMachine, server: TlsMachine) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Make what the client and what the server needs, for connections between two machines."""
     return (
         client.context(ssl.PROTOCOL_TLS_CLIENT, server),
         server.context(ssl.PROTOCOL_TLS_SERVER, client),
@@ -170,14 +171,14 @@ def main() -> None:
     keys = X25519PrivateKey.generate(), X25519PrivateKey.generate()
     psk = os.urandom(32)
     with tempfile.TemporaryDirectory() as folder:
-        machines = [_TlsMachine(Path(folder), name) for name in ("client", "server")]
-        contexts = _tls_contexts(*machines)
+        machines = [TlsMachine(Path(folder), name) for name in ("client", "server")]
+        contexts = tls_contexts(*machines)
         records = _measure_records(arguments.rounds, _TlsPair(*contexts))
         handshakes = _least(
             arguments.rounds,
             {
                 "TLS 1.3": lambda: _TlsPair(*contexts),
-                "TLS 1.3 with new contexts": lambda: _TlsPair(*_tls_contexts(*machines)),
+                "TLS 1.3 with new contexts": lambda: _TlsPair(*tls_contexts(*machines)),
                 "Noise KK": lambda: _shake_noise_hands(KK, keys, psk),
                 "Noise XXpsk0": lambda: _shake_noise_hands(XX_PSK0, keys, psk),
             },

@@ -26,13 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
+from processes import cpu_seconds
 from rich.console import Console
 from rich.table import Table
 
-from linkcpp.common.resources import resource_folder
 from linkcpp.common.sockets import free_port
-from tests.launch.swarm import wait_until
+from tests.launch.swarm import single_thread_templates, wait_until
 from tests.support.engines import prebuilt_engine
 from tests.support.models import qwen3moe
 from tests.support.slow_relay import SlowRelay, slow_relay
@@ -112,11 +111,7 @@ class Place:
         self.folder = folder
         self.engine_folder = str(engine.llama_server.parent)
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        templates = folder / "templates"
-        templates.mkdir()
-        shipped = (resource_folder("templates") / "llama-server.args.j2").read_text()
-        (templates / "llama-server.args.j2").write_text(shipped.rstrip() + "\n--threads\n1\n")
-        self.templates = str(templates)
+        self.templates = single_thread_templates(folder)
 
     def _environment(self, name: str) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("LINKCPP_")}
@@ -160,21 +155,6 @@ class Place:
         for process in reversed(self.running.values()):
             process.terminate()
             process.wait(30)
-
-    def cpu_seconds(self) -> dict[str, float]:
-        """Processor seconds by what runs, of everything that belongs to this benchmark."""
-        found: dict[str, float] = {}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                home = process.environ().get("LINKCPP_HOME", "")
-                if not home.startswith(str(self.folder)):
-                    continue
-                words = process.cmdline()
-                kind = next((w for w in words if w.startswith("linkcpp.") and "main" not in w), "")
-                kind = kind or Path(words[0]).name.replace("python3", "agent or hub")
-                key = f"{Path(home).name}: {kind}"
-                found[key] = found.get(key, 0.0) + sum(process.cpu_times()[:2])
-        return found
 
 
 @contextlib.contextmanager
@@ -250,9 +230,9 @@ def measure(tokens: int, rtts_ms: list[float]) -> list[dict[str, Any]]:
         for rtt_ms in rtts_ms:
             raw_ms = distance.set(rtt_ms)
             token_ms(url, 8)
-            before = made.cpu_seconds()
+            before = cpu_seconds(made.folder)
             took = statistics.median(token_ms(url, tokens) for _ in range(3))
-            after = made.cpu_seconds()
+            after = cpu_seconds(made.folder)
             base_ms = base_ms or took
             limit_ms = LAYERS * raw_ms * 1.1 + base_ms if rtt_ms else base_ms
             cpu_ms = {

@@ -9,9 +9,14 @@ from typing import Any
 
 import psutil
 
-from linkcpp.common.resources import resource_folder
 from linkcpp.engine.records import EngineLocation
-from tests.launch.swarm import Swarm, one_process, tokens, wait_until
+from tests.launch.swarm import (
+    Swarm,
+    one_process,
+    single_thread_templates,
+    tokens,
+    wait_until,
+)
 from tests.support import models
 
 NAME = "mix"
@@ -24,12 +29,7 @@ class Experts:
     def __init__(self, folder: Path, engine: EngineLocation) -> None:
         self.swarm = Swarm(folder, engine)
         self.swarm.has_own_cores = True
-        templates = folder / "templates"
-        templates.mkdir()
-        shipped = resource_folder("templates") / "llama-server.args.j2"
-        own = shipped.read_text().rstrip() + "\n--threads\n1\n"
-        (templates / "llama-server.args.j2").write_text(own)
-        self.templates = str(templates)
+        self.templates = single_thread_templates(folder)
         self.model = models.qwen3moe()
         with one_process(engine, self.model, folder / "one.log") as url:
             self.reference = tokens(url, count=COUNT)

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
+from linkcpp.common.resources import resource_folder
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.inventory import read_inventory
 from linkcpp.planning.costs import HOST_PROGRAM_BYTES
@@ -205,6 +206,16 @@ def wait_until(
         assert process is None or process.poll() is None, "the process ended"
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.1)
+
+
+def single_thread_templates(folder: Path) -> str:
+    """Write templates below a folder by which llama-server computes on one thread."""
+    name = "llama-server.args.j2"
+    templates = folder / "templates"
+    templates.mkdir()
+    shipped = (resource_folder("templates") / name).read_text()
+    (templates / name).write_text(f"{shipped.rstrip()}\n--threads\n1\n")
+    return str(templates)
 
 
 def tokens(url: str, *, count: int = 24, cache_prompt: bool = False) -> list[Any]:
