@@ -60,7 +60,7 @@ def main() -> int:
     except LinkcppError as error:
         screen.print(Text.assemble(("error: ", "red"), error.message))
         if error.hint:
-            screen.print(Text.assemble(("way out: ", "bold"), error.hint))
+            screen.print(Text.assemble(("hint: ", "bold"), error.hint))
         return 2
 
 

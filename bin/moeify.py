@@ -68,7 +68,7 @@ def moeify(model: Path, output: Path, expert_count: int) -> None:
     architecture = reader.fields["general.architecture"].contents()
     if architecture != _ARCHITECTURE or f"{_ARCHITECTURE}.expert_count" in reader.fields:
         raise LinkcppError(
-            f"{model} is no dense model of the architecture {_ARCHITECTURE}.",
+            f"{model} is not a dense model of the architecture {_ARCHITECTURE}.",
             hint="Take one that is, for instance SmolLM2.",
         )
     writer = gguf.GGUFWriter(output, architecture)

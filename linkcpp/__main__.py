@@ -1,4 +1,4 @@
-"""The ``linkcpp`` program from its first moment: Ctrl-C while modules load is no defect either."""
+"""The ``linkcpp`` program from its first moment: Ctrl-C while modules load is no error."""
 
 import sys
 

@@ -59,7 +59,7 @@ def discover(
 ) -> None:
     """Find nodes: by mDNS, by --node and --hub, and by `nodes` in config.toml.
 
-    Exit code 1 where a hub that was named cannot be asked; to find no node is no error.
+    Exit code 1 where a hub that was named cannot be asked; to find no node is not an error.
     """
     engine, remarks = _engine()
     search = _Search(engine, node or [], hub or [], timeout, use_mdns=not no_mdns)

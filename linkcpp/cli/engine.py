@@ -159,7 +159,7 @@ def _print_table(engines: list[Engine]) -> None:
             output.print(
                 Text.assemble((f"\n{name}", "bold"), f": {problem.message}"), soft_wrap=True
             )
-            output.print(f"  way out: {problem.hint}", soft_wrap=True)
+            output.print(f"  hint: {problem.hint}", soft_wrap=True)
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def _catalogue(data: Path | None, hub_url: str | None, *, may_be_new: bool = Fal
     """Open the models of a hub's folder; one that ``may_be_new`` is for a hub yet to be started."""
     folder = data_folder_of(data)
     if hub_url is not None or not (may_be_new or is_hub_folder(folder)):
-        here = f"; {folder} is no hub's data folder" if hub_url is None else ""
+        here = f"; {folder} is not a hub's data folder" if hub_url is None else ""
         raise LinkcppError(
             f"Models are added to a hub and removed on its own machine{here}.",
             hint="Run the same there without --hub, and with --data FOLDER if the hub has that.",

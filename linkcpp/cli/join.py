@@ -219,4 +219,4 @@ def _tell_what_next(credentials: HubCredentials) -> None:
     for command in commands:
         out.print(f"  {command.format(url=credentials.url)}", soft_wrap=True)
     key = fingerprint(load_keys().edge_public)
-    out.print(f"Its key, for whoever asks: {key}", soft_wrap=True)
+    out.print(f"Key fingerprint (compare with `linkcpp hub nodes`): {key}", soft_wrap=True)

@@ -116,7 +116,8 @@ def launch(
     """Start what a plan says, prove that it is so, and print the URL of the API."""
     refuse_together({"--foreground": foreground, "--dry-run": dry_run})
     refuse_together({"--foreground": foreground, "--json": as_json})
-    refuse_together({"--systemd-unit": unit, "--dry-run": dry_run, "--json": as_json})
+    refuse_together({"--systemd-unit": unit, "--dry-run": dry_run})
+    refuse_together({"--systemd-unit": unit, "--json": as_json})
     plan = load_plan(plan_file)
     _refuse_for_mode(
         plan.mode,

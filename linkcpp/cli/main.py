@@ -1,6 +1,6 @@
 """The ``linkcpp`` command: finds the verb, and turns expected failures into one sentence.
 
-Exit codes: 0 done, 1 a defect of linkcpp, 2 something that the user can mend, 75 the same where it
+Exit codes: 0 done, 1 an internal error, 2 something that the user can mend, 75 the same where it
 may also pass by itself (a port is taken, a model is not there, a disk is full), 130 interrupted.
 """
 
@@ -169,7 +169,7 @@ def main() -> None:
     except LinkcppError as error:
         _tell(errors, "error", error.message)
         if error.hint:
-            _tell(errors, "way out", error.hint)
+            _tell(errors, "hint", error.hint)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         errors.print("interrupted")
@@ -180,10 +180,10 @@ def main() -> None:
         if isinstance(error, OSError):
             # A full disk behind `> file`, a folder of another user: not ours to mend.
             _tell(errors, "error", f"The system refuses: {error}.")
-            _tell(errors, "way out", "Mend that; LINKCPP_DEBUG=1 shows where it happens.")
+            _tell(errors, "hint", "Mend that; LINKCPP_DEBUG=1 shows where it happens.")
             sys.exit(EXIT_NOT_NOW if is_passing(error) else EXIT_ERROR)
-        _tell(errors, "defect in linkcpp", repr(error))
-        _tell(errors, "way out", f"LINKCPP_DEBUG=1 prints the details.{_report_defect()}")
+        _tell(errors, "internal error", repr(error))
+        _tell(errors, "hint", f"LINKCPP_DEBUG=1 prints the details.{_report_defect()}")
         sys.exit(1)
 
 
@@ -198,13 +198,13 @@ def _tell_about_usage(errors: Console, error: Any) -> None:
         choices = [choice.strip("'\"") for choice in wrong["choices"].split(", ")]
         near = did_you_mean(wrong["word"].strip("'\""), choices)
     _tell(errors, "error", message if message.endswith("?") else f"{message}.")
-    _tell(errors, "way out", f"{near}`{command} --help` lists what it takes.")
+    _tell(errors, "hint", f"{near}`{command} --help` lists what it takes.")
 
 
 def _tell(errors: Console, what: str, text: str) -> None:
     # Text and not markup, line by line printable: it may have names from outside in it.
     lines = (printable(line, _MAX_LINE_CHARACTERS) for line in text.split("\n"))
-    style = "bold" if what == "way out" else "bold red"
+    style = "bold" if what == "hint" else "bold red"
     with contextlib.suppress(OSError):  # where even that finds no room, the exit code tells
         errors.print(Text.assemble((f"{what}: ", style), "\n".join(lines)))
 

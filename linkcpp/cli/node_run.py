@@ -57,7 +57,7 @@ def look_at_machine(explicit: Path | None) -> tuple[Engine, int]:
     if engine.problem is not None:
         screen = status_console()
         screen.print(Text.assemble(("engine problem:", "bold red"), f" {engine.problem.message}"))
-        screen.print(Text.assemble(("way out:", "bold"), f" {engine.problem.hint}"))
+        screen.print(Text.assemble(("hint:", "bold"), f" {engine.problem.hint}"))
         screen.print("The node runs all the same and tells this, but takes no work.")
     with working("measuring this machine"):
         cpu_read_rate()

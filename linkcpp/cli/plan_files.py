@@ -63,7 +63,7 @@ def load_counts(path: Path) -> RoutingCounts:
     """Read recorded routing counts.
 
     Raises:
-        LinkcppError: they cannot be read, or are no counts.
+        LinkcppError: they cannot be read, or are not counts.
     """
     return parse_counts(read_document(path, "record of routing counts"), source=str(path))
 

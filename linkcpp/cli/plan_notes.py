@@ -19,9 +19,9 @@ def snapshot_note(plan: Plan) -> str | None:
         return None
     count = plan.options.checkpoint_count
     return (
-        f"USED of {plan.coordinator_name} CPU has {format_bytes(size)} of snapshots, which CACHE "
-        f"has not: {count} a sequence of states that cannot be rewound, so that a chat's next turn "
-        "need not read all again"
+        f"USED of {plan.coordinator_name} CPU includes {format_bytes(size)} of state snapshots, "
+        f"which CACHE does not: {count} for each sequence whose state cannot be rewound, so that a "
+        "chat's next turn does not read everything again"
     )
 
 
@@ -62,7 +62,7 @@ def _weights_beside_host(plan: Plan) -> Iterator[int]:
 
 
 def alone_note(plan: Plan, cluster: Cluster) -> str | None:
-    """Say it where nodes could help and none takes part; ``None`` where one does, or none could."""
+    """Say why no node is used; ``None`` where one is, or none could be."""
     could = [node for node in cluster.nodes if is_usable(node.status, plan.mode)]
     if not could or plan.mode is not PlanMode.EXPERTS:
         return None
@@ -71,12 +71,12 @@ def alone_note(plan: Plan, cluster: Cluster) -> str | None:
     if plan.options.replicas > 1:
         # Copies belong on other machines, so where there are none, nobody has room for one.
         return (
-            "No node takes part: none has room for a worker and an expert. `linkcpp node --memory` "
-            "says how much a node gives."
+            "No nodes used: none has room for a worker and an expert. `linkcpp node --memory` "
+            "sets how much a node gives."
         )
     return (
-        f"No node takes part: {plan.coordinator_name} has room for all, and no way to a node is "
-        "as short. --memory SIZE bounds what it gives, --replicas 2 puts copies on nodes."
+        f"No nodes used: {plan.coordinator_name} can hold everything, and any node would be "
+        "slower. --memory SIZE limits what it gives, --replicas 2 puts copies on nodes."
     )
 
 
@@ -95,6 +95,6 @@ def next_step(plan: Plan, cluster: Cluster, output: Path) -> str:
     if has_file or (plan.model.digest is not None and plan.mode is PlanMode.EXPERTS):
         return f"{written} Start it: {command}"
     return (
-        f"{written} It is for {plan.model.source}, which is no file here: launch it with the "
+        f"{written} It is for {plan.model.source}, which is not a file here: launch it with the "
         f"model's file: {command} --model FILE.gguf"
     )

@@ -179,7 +179,7 @@ def cpu_read_rate() -> float:
     if key not in known:
         buffer_bytes = min(_BUFFER_BYTES, system_memory().available_bytes // 8)
         known[key] = measure_read_rate(cores, max(buffer_bytes, _SMALLEST_BUFFER_BYTES))
-        with contextlib.suppress(LinkcppError):  # a cache that cannot be written is no failure
+        with contextlib.suppress(LinkcppError):  # a cache that cannot be written is not a failure
             write_kept(path, json.dumps(known))
     return known[key]
 

@@ -115,7 +115,7 @@ def store_token(text: str, *, replace: bool = False) -> bool:
     """Store a token that another machine made; tell whether it is in place of another one.
 
     Raises:
-        LinkcppError: it is no token, or this machine has another one and ``replace`` is false.
+        LinkcppError: it is not a token, or this machine has another one and ``replace`` is false.
     """
     token = parse_token(text)
     path = token_path()

@@ -63,7 +63,7 @@ class RateLimit:
 
 
 def let_in(scope: Scope) -> None:
-    """Tell the server that a request showed a token: its connection is no stranger's any more."""
+    """Tell the server that a request showed a token: its connection is no stranger's now."""
     tell = scope.get("state", {}).get(LET_IN)
     if tell is not None:
         tell()

@@ -19,7 +19,7 @@ def read_config_file() -> dict[str, Any]:
     """Read the keys of the file, not checked; none where there is no file.
 
     Raises:
-        LinkcppError: the file cannot be read, or is no TOML.
+        LinkcppError: the file cannot be read, or is not TOML.
     """
     path = config_path()
     try:

@@ -19,7 +19,7 @@ class LinkcppError(Exception):
     """An expected failure, told in one sentence with the way out.
 
     The command line prints ``message`` and ``hint`` and exits with ``exit_code``; an HTTP service
-    answers 4xx with both. Anything that is not a ``LinkcppError`` is a defect of linkcpp.
+    answers 4xx with both. Anything that is not a ``LinkcppError`` is an internal error.
     """
 
     exit_code = EXIT_ERROR

@@ -130,7 +130,7 @@ class BoundedHttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP request with the API's kind of error."""
+        """Answer what is not an HTTP request with the API's kind of error."""
         self.refuse(400, ErrorBody(code="not_http", message=msg))
 
     def refuse(

@@ -121,7 +121,7 @@ def chosen_format() -> LogFormat:
         return LogFormat(value)
     except ValueError:
         raise LinkcppError(
-            f"{LOG_FORMAT_VARIABLE} is {value!r}, which is no format of logs.",
+            f"{LOG_FORMAT_VARIABLE} is {value!r}, which is not a format of logs.",
             hint=f"One of: {', '.join(LogFormat)}.",
         ) from None
 

@@ -160,7 +160,7 @@ def _bind(host: str, port: int) -> socket.socket:
         opened.setblocking(False)
     except (socket.gaierror, UnicodeError) as error:
         raise LinkcppError(
-            f"Cannot listen on {host!r}, which is no address or name that is known here.",
+            f"Cannot listen on {host!r}, which is not an address or name that is known here.",
             hint="Give an address of this machine with --host.",
         ) from error
     except OSError as error:

@@ -39,7 +39,7 @@ def systemd_unit(
     """Write the unit ``linkcpp-NAME``: it runs ``command`` with linkcpp's settings from here.
 
     Of ``environment`` the unit gets what makes the command run as this program does now, except
-    what has a password in it: a unit's file is no place for one. ``own_templates`` is a folder of
+    what has a password in it: a unit's file is not the place. ``own_templates`` is a folder of
     the user's own templates.
 
     Raises:

@@ -103,7 +103,7 @@ class ThreadedServer:
         except (OSError, EOFError):
             pass
         except Exception:
-            _log.exception("a connection ended by a defect")
+            _log.exception("a connection ended by an internal error")
         finally:
             with self._lock:
                 self._forget(peer)

@@ -60,7 +60,7 @@ class VirtualDevice:
     def _serve_client(self, client: socket.socket) -> None:
         session = Session(self._shared, client, self._clients.let_in)
         try:
-            # What overflows or is no number is told to the client as the engine would tell it.
+            # What overflows or is not a number is told to the client as the engine would tell it.
             with np.errstate(all="ignore"):
                 session.run()
         except RequestError as error:

@@ -358,7 +358,7 @@ class _ChainLearner:
         per_pair = slots == self.slots and slots != 1
         is_rows = split._tensors["type"][source] == F32 and rest == 1 and tokens == self.tokens
         if not is_rows or slots not in (1, self.slots) or (self._inputs and slots != self.slots):
-            self._refuse(source, "is read by the experts, but is no row for each token or slot")
+            self._refuse(source, "is read by the experts, but is not a row for each token or slot")
         # With one slot a token, per token and per pair are the same.
         self._inputs.append(ChainInput(width=width, per_pair=per_pair or bool(self._inputs)))
         self.input_rows.append(source)

@@ -166,7 +166,7 @@ def compile_program(payload: bytes, binder: Binder) -> Program:
     Raises:
         AllocationError: the backing server has too little memory.
         GraphError: its experts cannot be computed elsewhere.
-        RequestError: the payload is no graph, or a tensor lies outside of its buffer.
+        RequestError: the payload is not a graph, or a tensor lies outside of its buffer.
     """
     try:
         graph = parse_graph(payload)

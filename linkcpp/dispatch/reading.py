@@ -47,7 +47,7 @@ class RequestReader:
 
         Raises:
             OSError: the client broke off.
-            RequestError: what it sends is no request.
+            RequestError: what it sends is not a request.
         """
         view = self._view
         rest = self._end - self._at

@@ -69,7 +69,7 @@ class Session:
         # The last graph's result, as long as nothing else was asked for since.
         self._early: EarlyResult | None = None
         self._experts = ExpertRunner(device)
-        # What this client put where since the last command that is no SET.
+        # What this client put where since the last command that is not a SET.
         self._known: dict[int, bytes] = {}
 
     def run(self) -> None:

@@ -170,7 +170,7 @@ class SpotChecks:
                 with np.errstate(all="ignore"):
                     self._check(sample)
             except Exception:
-                _log.exception("a spot check ended by a defect")
+                _log.exception("a spot check ended by an internal error")
 
     def _next(self) -> Sample | None:
         with self._has_news:

@@ -158,7 +158,7 @@ def unpack_archive(
     refuse the whole archive.
 
     Raises:
-        LinkcppError: it is no archive, damaged, too large, or holds such a member.
+        LinkcppError: it is not an archive, damaged, too large, or holds such a member.
         OSError: the disk is full.
     """
     unpack = _unpack_zip if zipfile.is_zipfile(archive) else _unpack_tar

@@ -137,7 +137,7 @@ class LinkGuard:
         """Take bytes of the server.
 
         Raises:
-            GuardError: they are no answers to what was asked.
+            GuardError: they are not answers to what was asked.
         """
         flow = Flow([], [])
         try:

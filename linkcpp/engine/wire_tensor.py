@@ -49,7 +49,7 @@ def parse_tensors(data: Buffer) -> Tensors:
         WireError: its length is not a multiple of a record's.
     """
     if len(data) % TENSOR_BYTES:
-        raise WireError(f"{len(data)} bytes are no whole number of {TENSOR_BYTES}-byte tensors.")
+        raise WireError(f"{len(data)} bytes are not a whole number of {TENSOR_BYTES}-byte tensors.")
     return np.frombuffer(data, TENSOR_DTYPE)
 
 

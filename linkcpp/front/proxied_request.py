@@ -129,7 +129,7 @@ class ProxiedRequest:
     async def _return(self, answer: httpx.Response) -> None:
         kind = answer.headers.get("content-type", "")
         self._is_events = kind.startswith("text/event-stream")
-        # Whatever is no stream of events was computed to its end before its head came.
+        # Whatever is not a stream of events was computed to its end before its head came.
         if self._stop_if_failed():
             return
         headers = [(k, v) for k, v in answer.headers.raw if k.lower() not in _OWN_HEADERS]

@@ -137,7 +137,7 @@ def parse_close(payload: bytes) -> int:
     """Return the code of a close frame, 1005 where it has none.
 
     Raises:
-        FrameError: one byte, a code that may not be sent, or a reason that is no UTF-8.
+        FrameError: one byte, a code that may not be sent, or a reason that is not UTF-8.
     """
     if not payload:
         return 1005
@@ -150,7 +150,7 @@ def parse_close(payload: bytes) -> int:
     try:
         payload[2:].decode()
     except UnicodeDecodeError:
-        raise FrameError("the close reason is no UTF-8", 1007) from None
+        raise FrameError("the close reason is not UTF-8", 1007) from None
     return int(code)
 
 

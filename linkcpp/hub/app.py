@@ -32,7 +32,7 @@ from linkcpp.registry.relay import RelayCloseCode
 _SCHEMAS = "#/components/schemas/"
 _DEFECT = ErrorBody(
     code="defect",
-    message="The hub met a defect of its own.",
+    message="Internal error in the hub.",
     hint="Its log has the details.",
 )
 

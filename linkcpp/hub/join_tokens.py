@@ -103,7 +103,7 @@ def find_join_token(connection: Connection, token: str, now: float) -> Row[Any]:
     row = connection.execute(query).first()
     hint = "`linkcpp hub token create` on the hub makes a new one."
     if row is None:
-        raise ApiError(401, "wrong_token", "That is no join token of this hub.", hint=hint)
+        raise ApiError(401, "wrong_token", "That is not a join token of this hub.", hint=hint)
     if row.revoked_at is not None:
         raise ApiError(401, "revoked_token", "This join token was revoked.", hint=hint)
     if row.expires_at <= now:

@@ -24,7 +24,7 @@ OPEN_PATHS: Final = frozenset((HEALTH_PATH, OPENAPI_PATH, "/v1/join", "/v1/token
 
 
 class Caller(NamedTuple):
-    """Who calls: a machine in its role, or whoever reads the metrics, which is no role."""
+    """Who calls: a machine in its role, or whoever reads the metrics, which is not a role."""
 
     node_id: str
     role: Role | None

@@ -57,7 +57,7 @@ class ApiClient(AsyncClosing):
         """Ask for a few tokens through the OpenAI API; returns the text, if it is text.
 
         Raises:
-            LinkcppError: the answer is no completion, or none came.
+            LinkcppError: the answer is not a completion, or none came.
         """
         body = {
             "prompt": "Hello",
@@ -136,7 +136,7 @@ def hold_api_port(host: str, port: int) -> HeldPort:
         return hold_port(host, port)
     except (socket.gaierror, UnicodeError) as error:
         raise LinkcppError(
-            f"The API cannot listen on {host!r}, which is no address or name that is known here.",
+            f"The API cannot listen on {host!r}: not an address or a name that is known here.",
             hint="Give an address of this machine with --host.",
         ) from error
     except OSError as error:

@@ -1,7 +1,7 @@
 """What llama-server tells of itself in its log (``-lv 4``). Pure.
 
 The format is llama.cpp's own and changes between builds without notice, so a line that is not
-understood is no error: it just tells nothing. Seen with builds 10068 and 11434.
+understood is not an error: it just tells nothing. Seen with builds 10068 and 11434.
 """
 
 import re

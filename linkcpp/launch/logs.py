@@ -59,7 +59,7 @@ def remote_programs(folder: DeploymentFolder, node: str | None) -> list[Remote]:
     chosen = [entry for entry in remote if node in (entry.node_name, entry.node_id)]
     if not chosen:
         names = ", ".join(sorted({entry.node_name for entry in remote})) or "none"
-        raise LinkcppError(f"{node!r} is no node of {folder.name!r}.", hint=f"Nodes: {names}.")
+        raise LinkcppError(f"{node!r} is not a node of {folder.name!r}.", hint=f"Nodes: {names}.")
     return chosen
 
 

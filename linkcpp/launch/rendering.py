@@ -37,7 +37,7 @@ def templates_folder(chosen: str | None) -> Path | None:
     if not folder.is_dir():
         raise LinkcppError(
             f"The templates folder {folder} does not exist.",
-            hint="Name a folder that holds templates, or leave the option away.",
+            hint="Name a folder that holds templates, or omit the option.",
         )
     return folder
 

@@ -93,7 +93,7 @@ def _model_path(plan: Plan, model: str | None) -> Path | str:
             hint="Name a GGUF with --model; a model of a hub is hub+https://hub.example#model=NAME.",
         )
     raise NotNowError(
-        f"The plan is for {location}, which is no file on this machine.",
+        f"The plan is for {location}, which is not a file on this machine.",
         hint="Name the model's GGUF with --model.",
     )
 

@@ -68,7 +68,7 @@ async def supervise(folder: DeploymentFolder) -> DeploymentState:
         except LinkcppError as error:
             journal.emit(PhaseEntered(Phase.FAILED, error.message, error.hint))
         except Exception as error:
-            log.exception("defect in linkcpp")
+            log.exception("internal error")
             hint = f"The details are in {folder.supervisor_log}."
             journal.emit(PhaseEntered(Phase.FAILED, f"Defect in linkcpp: {error!r}.", hint))
     return journal.state
@@ -127,8 +127,8 @@ class _Supervision:
             # What worked before may work again, whatever went wrong here.
             if not self._keeps_trying:
                 raise
-            log.exception("defect in linkcpp")
-            failure = Failure(time.monotonic(), f"defect in linkcpp: {error!r}")
+            log.exception("internal error")
+            failure = Failure(time.monotonic(), f"internal error: {error!r}")
         finally:
             self._has_served |= attempt.has_served
             self._keeps_trying |= attempt.has_served

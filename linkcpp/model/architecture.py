@@ -61,11 +61,11 @@ class Architecture:
             return int(value)
         if value is None:
             raise self._wrong(key, "it is missing")
-        raise self._wrong(key, f"{str(value)[:40]} is no sensible number")
+        raise self._wrong(key, f"{str(value)[:40]} is not a sensible number")
 
     def _not_zero(self, key: str, number: int) -> int:
         if not number:
-            raise self._wrong(key, "0 is no sensible number")
+            raise self._wrong(key, "0 is not a sensible number")
         return number
 
     def _wrong(self, key: str, why: str) -> LinkcppError:

@@ -22,8 +22,8 @@ def checked_architecture(
     ``tensors`` come with the number of the file that has them.
 
     Raises:
-        LinkcppError: it is no language model, has no usable architecture, or its numbers of layers
-            or experts are not those of its tensors.
+        LinkcppError: it is not a language model, has no usable architecture, or its counts of
+            layers or experts are not those of its tensors.
     """
     architecture = _architecture(source, metadata)
     names = [(info, layer_and_part(info.name)[0]) for _, info in tensors]

@@ -89,7 +89,7 @@ def read_header(source: ByteSource) -> Header:
     """Read and check the header of one GGUF file.
 
     Raises:
-        LinkcppError: the source is no GGUF, is cut off, or breaks the format; says how.
+        LinkcppError: the source is not GGUF, is cut off, or breaks the format; says how.
     """
     cursor = HeaderCursor(source)
     version = _read_preamble(cursor, source)

@@ -91,7 +91,7 @@ def build_inventory(
     ``tensors`` come with the number of the file that has them.
 
     Raises:
-        LinkcppError: it is no language model, or has weights that llama.cpp cannot run.
+        LinkcppError: it is not a language model, or has weights that llama.cpp cannot run.
     """
     tensors = tuple(tensors)
     architecture = checked_architecture(identity.source, metadata, tensors)

@@ -182,7 +182,7 @@ def _layers(text: str, layer_count: int) -> Iterator[int]:
     for part in text.split(","):
         match = _LAYER_RANGE.fullmatch(part)
         if match is None:
-            raise LinkcppError(f"A preset has the layers {text!r}, which are no ranges.")
+            raise LinkcppError(f"A preset has the layers {text!r}, which are not ranges.")
         first = int(match[1])
         yield from range(first, int(match[2] or first) + 1, int(match[3] or 1))
 

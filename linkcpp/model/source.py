@@ -152,7 +152,7 @@ def _open_regular_file(path: Path) -> int:
     except OSError as error:
         raise _open_error(path, error) from error
     except ValueError as error:
-        raise LinkcppError(f"{path} is no usable path: {error}.") from error
+        raise LinkcppError(f"{path} is not a usable path: {error}.") from error
     if status.st_size == 0:
         os.close(descriptor)
         raise LinkcppError(f"{path} is empty.", hint="Download or copy the model again.")
@@ -168,7 +168,7 @@ def _open_error(path: Path, error: OSError) -> LinkcppError:
             hint=f"Give yourself the right to read it: {shell_command('chmod', 'u+r', path)}",
         )
     if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-        return LinkcppError(f"{path} is no usable path: {error.strerror}.")
+        return LinkcppError(f"{path} is not a usable path: {error.strerror}.")
     return LinkcppError(f"Cannot open {path}: {error.strerror}.")
 
 

@@ -73,7 +73,7 @@ class WebSource(Closing):
             reason = str(error).rstrip(".")
         if reason:
             raise LinkcppError(
-                f"{url!r} is no usable address: {reason}.", hint="Copy it from your browser."
+                f"{url!r} is not a usable address: {reason}.", hint="Copy it from your browser."
             )
         self.name = public_url(url)
         self.bytes_read = 0

@@ -39,7 +39,7 @@ MAX_LOG_LINES = 10_000
 
 _DEFECT = ErrorBody(
     code="defect",
-    message="The node agent met a defect of its own.",
+    message="Internal error in the node agent.",
     hint="Its log on that machine has the details.",
 )
 _PATH_ID = Path(pattern=r"^[0-9a-f]{32}$", description="The id that POST /v1/servers answered")

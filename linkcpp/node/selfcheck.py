@@ -112,7 +112,7 @@ def _look_at_folder(subject: str, folder: Path) -> Observation:
 def _try_to_write(folder: Path) -> None:
     # Asked by doing: permission bits tell nothing of a read-only disk, or of a full one.
     if not folder.is_dir():
-        raise NotADirectoryError(0, f"{folder} is no folder")
+        raise NotADirectoryError(0, f"{folder} is not a folder")
     probe = folder / f".linkcpp-probe-{secrets.token_hex(8)}"
     try:
         probe.write_bytes(b"linkcpp")

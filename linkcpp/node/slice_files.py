@@ -36,13 +36,13 @@ def manifest_segments(manifest: Manifest) -> tuple[Segment, ...]:
     """Return the experts that a slice has by its manifest.
 
     Raises:
-        LinkcppError: it lists what is no tensor of experts, or experts that no model has.
+        LinkcppError: it lists what is not a tensor of experts, or experts that no model has.
     """
     found = []
     for tensor in manifest.tensors:
         split = expert_name(tensor.name)
         if split is None:
-            raise _refusal(f"{tensor.name[:100]!r} is no tensor of experts")
+            raise _refusal(f"{tensor.name[:100]!r} is not a tensor of experts")
         try:
             found += [Segment(layer=split[0], first=a, last=b) for a, b in tensor.experts]
         except ValidationError as error:

@@ -66,7 +66,7 @@ def _add_content_routes(app: FastAPI, store: SliceStore) -> None:
         except ValidationError as error:
             problem = error.errors()[0]
             raise RefusedError(
-                422, "invalid_request", f"This is no manifest: {problem['msg'][:200]}."
+                422, "invalid_request", f"This is not a manifest: {problem['msg'][:200]}."
             ) from error
         return await store.begin_upload(SliceId(slice_id), manifest, peer_of(call))
 

@@ -202,7 +202,7 @@ def finish_files(item: StoredSlice, receiver: Receiver) -> None:
         header = read_header(source)
         described = read_slice("The file that was sent", header)
     if described is None:
-        raise LinkcppError("The file that was sent is no slice.")
+        raise LinkcppError("The file that was sent is not a slice.")
     digest = str(header.metadata.get("linkcpp.slice.source_digest"))
     if slice_id(digest, described[0]) != item.slice_id:
         raise LinkcppError("The file that was sent has other experts than its manifest tells.")

@@ -21,7 +21,7 @@ from linkcpp.planning.problem import Floats, Integers
 ACCEPTED_GAP = 0.003
 # Between placements whose times differ by less, the more even one is taken.
 EQUAL_TIMES = 0.001
-# Evenness alone is no reason for more links than that.
+# Evenness alone is not a reason for more links than that.
 MAX_HOLDERS = 64
 _BISECTIONS = 30
 # A trial costs as many steps as there are levels times holders; so many steps, within these bounds.

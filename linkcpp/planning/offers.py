@@ -136,8 +136,8 @@ def require_minimum(inventory: ModelInventory, cluster: Cluster, options: PlanOp
         return  # that there is none at all is for the planner to say
     names = ", ".join(f"{offer.node_name} {offer.device}" for offer in found)
     raise LinkcppError(
-        f"Layers shall go to at least {wanted} devices of nodes, and there "
-        f"{'is' if len(found) == 1 else 'are'} {len(found)} that can take any: {names}.",
+        f"--min-nodes {wanted} was asked for, but only {len(found)} "
+        f"{'is' if len(found) == 1 else 'are'} usable: {names}.",
         hint=f"Start more nodes, or ask for --min-nodes {len(found)}.",
     )
 

@@ -20,7 +20,7 @@ class Group:
     """Interchangeable devices and the windows that one of them can hold.
 
     ``costs`` are milliseconds, ``shared_bytes`` what a window takes of the memory that all groups
-    share (the coordinator's RAM). ``is_host`` marks the coordinator's CPU, which is no device to
+    share (the coordinator's RAM). ``is_host`` marks the coordinator's CPU, which is not a device to
     llama.cpp; ``is_remote`` a device that is reached over a link.
     """
 

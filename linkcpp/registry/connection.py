@@ -32,7 +32,7 @@ class HubError(ServiceError):
 
 
 class HubUnreachableError(HubError):
-    """The hub did not answer, or what answered is no hub: worth another try later."""
+    """The hub did not answer, or what answered is not a hub: worth another try later."""
 
 
 class HubRefusedError(HubError):
@@ -106,7 +106,7 @@ class HubConnection(AsyncClosing):
         """Ask the hub who it is.
 
         Raises:
-            HubError: nothing answers, or it is no hub.
+            HubError: nothing answers, or it is not a hub.
         """
         health = await self.call(HubHealth, "GET", "/v1/health", authenticated=False)
         self._hub_ahead = health.time - monotonic()
@@ -267,7 +267,7 @@ class HubConnection(AsyncClosing):
         """Say in words what the hub answered in place of what was asked for.
 
         Raises:
-            HubUnreachableError: it was no hub that answered.
+            HubUnreachableError: it was not a hub that answered.
         """
         told = self.service.told(status, body)
         message = f"{self.url}: {told.message}"

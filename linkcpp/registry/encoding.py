@@ -15,7 +15,7 @@ def decode(text: str) -> bytes:
     """Read what ``encode`` wrote.
 
     Raises:
-        ValueError: the text is no base64url, or not the one way to write these bytes.
+        ValueError: the text is not base64url, or not the one way to write these bytes.
     """
     try:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)

@@ -32,7 +32,7 @@ def may_be_hub_name(text: str) -> bool:
 
 
 def parse_hub_location(text: str) -> HubLocation | None:
-    """Read where a model of a hub is; ``None`` where it is no hub's.
+    """Read where a model of a hub is; ``None`` where it is not a hub's.
 
     Raises:
         LinkcppError: it begins as one and goes on as none.

@@ -36,7 +36,7 @@ ModelUrl = Annotated[str, Field(pattern=r"^https?://[^\s\x00-\x1f\x7f]+$", max_l
 
 
 class ServedPart(WireRecord):
-    """One file of a model. ``backbone_bytes`` of it are no experts' weights.
+    """One file of a model. ``backbone_bytes`` of it are not experts' weights.
 
     ``url`` is where it lies on the web, if it does.
     """

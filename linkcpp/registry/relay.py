@@ -78,7 +78,7 @@ def decode_hello(message: bytes) -> Hello:
         ValueError: it is none; the text is a reason fit for a close frame.
     """
     if not 21 < len(message) <= MAX_HELLO_BYTES or message[:4] != _MAGIC:
-        raise ValueError("the first message is no hello of a relay")
+        raise ValueError("the first message is not a hello of a relay")
     role = _ROLES.get(message[4])
     if role is None:
         raise ValueError("the role is neither backbone nor node")

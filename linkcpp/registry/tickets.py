@@ -77,7 +77,7 @@ class HubKey(NamedTuple):
         """Read the key from its text, as ``HubHealth`` and ``HubCredentials`` have it.
 
         Raises:
-            ValueError: the text is no Ed25519 key.
+            ValueError: the text is not an Ed25519 key.
         """
         return cls(hub_id, Ed25519PublicKey.from_public_bytes(decode(public_key)))
 

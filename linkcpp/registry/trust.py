@@ -24,8 +24,8 @@ def check_hub_url(text: str, *, allow_plain: bool = False) -> str:
     """Read the address of a hub, without a slash at its end.
 
     Raises:
-        LinkcppError: it is no HTTP address, or plain HTTP to another machine, where everybody on
-            the way could take the token.
+        LinkcppError: it is not an HTTP address, or plain HTTP to another machine, where anybody
+            on the way could take the token.
     """
     url = text.strip().rstrip("/")
     try:

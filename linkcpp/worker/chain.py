@@ -181,7 +181,7 @@ def _mul_mat_id(step: ChainStep, kinds: _Kinds, widths: list[int], shapes: _Shap
         return "does not choose by the expert ids"
     shape = shapes[0]
     if shape is None or not shape.rows:
-        return "multiplies with a weight that is no matrix"
+        return "multiplies with a weight that is not a matrix"
     if widths[1] != shape.width or step.width != shape.rows:
         return f"takes {widths[1]} to {step.width}, but its weight {shape.width} to {shape.rows}"
     return None
@@ -194,7 +194,7 @@ def _add_id(step: ChainStep, kinds: _Kinds, widths: list[int], shapes: _Shapes) 
         return "does not choose by the expert ids"
     shape = shapes[1]
     if shape is None or shape.rows:
-        return "adds a weight that is no bias"
+        return "adds a weight that is not a bias"
     return None if step.width == widths[0] == shape.width else "mixes widths"
 
 

@@ -137,7 +137,7 @@ def parse_header(data: Buffer, limits: Limits, at: int = 0) -> Header:
     """
     magic, version, kind, flags, request_id, payload_bytes = HEADER.unpack_from(data, at)
     if magic != MAGIC:
-        raise FrameError(ErrorCode.BAD_FRAMING, "These bytes are no compute frame.")
+        raise FrameError(ErrorCode.BAD_FRAMING, "These bytes are not a compute frame.")
     if version != VERSION:
         raise FrameError(
             ErrorCode.BAD_VERSION, f"Compute frames have version {VERSION} here, not {version}."
@@ -165,7 +165,7 @@ def check_hello(header: Header, payload: Buffer, token: str) -> None:
     """Hold the first frame against the token, in constant time.
 
     Raises:
-        FrameError: it is no HELLO, or has another token.
+        FrameError: it is not a HELLO, or has another token.
     """
     if header.kind != FrameType.HELLO:
         raise FrameError(ErrorCode.BAD_TOKEN, "The first frame must be HELLO with the token.")

@@ -50,7 +50,7 @@ class FrameBuffer:
         """Return the next whole frame.
 
         Raises:
-            FrameError: the bytes are no frame within the limits; nothing after it can be read.
+            FrameError: the bytes are not a frame within the limits; nothing after it can be read.
         """
         if self._header is None:
             if self._end - self._start < HEADER_BYTES:

@@ -20,7 +20,7 @@ from linkcpp.worker.plan import Weight
 from linkcpp.worker.slabs import SlabProvider, experts_by_layer
 
 _PIECE_BYTES = 4 * 2**20
-# ggml asks for INIT_TENSOR where a quantized row is no multiple of this (a backend may pad it).
+# ggml asks for INIT_TENSOR where a quantized row is not a multiple of this (a backend may pad it).
 _PADDED_ROW_ELEMENTS = 512
 
 Progress = Callable[[int], None]

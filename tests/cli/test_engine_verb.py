@@ -52,7 +52,7 @@ def test_a_broken_engine_is_shown_with_a_hint(tmp_path: Path) -> None:
     program.chmod(0o755)
     result = CliRunner().invoke(app, ["check", str(tmp_path)])
     assert "illegal_instruction" in result.stdout
-    assert "way out: Run `linkcpp engine install source`" in result.stdout
+    assert "hint: Run `linkcpp engine install source`" in result.stdout
     assert isinstance(result.exception, LinkcppError)
     as_json = CliRunner().invoke(app, ["check", str(tmp_path), "--json"])
     assert as_json.exit_code == 2

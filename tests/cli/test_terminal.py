@@ -329,7 +329,7 @@ def test_a_terminal_that_tells_no_width_gets_an_answer_too() -> None:
             "mean layers?",
         ),
         (("hub", "token", "create", "--role", "nodes"), "Invalid value for '--role'", "mean node?"),
-        (("plan", "-m", "x", "--mode", "qqq"), "Invalid value for '--mode'", "way out: `linkcpp"),
+        (("plan", "-m", "x", "--mode", "qqq"), "Invalid value for '--mode'", "hint: `linkcpp"),
         (("inspect", "12B"), "'12B' is neither a file nor a known preset", "Did you mean 122B? "),
     ],
 )
@@ -340,7 +340,7 @@ def test_wrong_words_are_told_like_every_other_error(
     assert ended.returncode == 2
     lines = ended.stderr.splitlines()
     assert lines[0].startswith(f"error: {error}")
-    assert lines[1].startswith("way out: ")
+    assert lines[1].startswith("hint: ")
     assert hint in lines[1]
     assert ended.stdout == ""
 

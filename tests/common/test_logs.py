@@ -100,5 +100,5 @@ async def test_json_is_an_object_a_line_whatever_is_logged(
 
 def test_a_format_that_is_none_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_FORMAT_VARIABLE, "xml")
-    with pytest.raises(LinkcppError, match="'xml', which is no format"):
+    with pytest.raises(LinkcppError, match="'xml', which is not a format"):
         log_to_handler(logging.NullHandler())

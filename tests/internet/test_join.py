@@ -89,7 +89,7 @@ def test_a_machine_that_nobody_let_in_stays_out(wan: World) -> None:
     stranger = wan.stranger()
     told = stranger.run("join", wan.url, "--token", "lcj_" + "x" * 43, code=2)
     assert "join token" in told
-    assert "way out" in told
+    assert "hint" in told
 
 
 def test_the_edges_of_a_gateway_that_is_killed_go_on_over_another_one(

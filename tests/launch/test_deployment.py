@@ -120,7 +120,7 @@ def test_logs_have_every_program_and_can_be_had_of_one_node(swarm: Swarm, url: s
     raw = swarm.run("logs", NAME, "--node", "attic", "--raw").stdout
     assert raw.splitlines() == attic[0]["lines"]
     unknown = swarm.run("logs", NAME, "--node", "nowhere", code=2)
-    assert "'nowhere' is no node of 'smol'" in unknown.stderr
+    assert "'nowhere' is not a node of 'smol'" in unknown.stderr
 
 
 def test_a_deployment_that_runs_is_not_launched_again(swarm: Swarm, url: str, plan: Path) -> None:

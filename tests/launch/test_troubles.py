@@ -55,10 +55,10 @@ def _refusal(swarm: Swarm, plan: Path, *options: str, code: int = 2, **variables
     words = ("launch", str(plan), "--name", "no", "--port", "0", "--no-mdns", *options)
     refused = swarm.run(*words, code=code, **variables)
     assert "Traceback" not in refused.stderr
-    assert "way out:" in refused.stderr
+    assert "hint:" in refused.stderr
     assert not refused.stdout
     wait_until(swarm.is_idle)
-    # What was refused before anything ran is no deployment.
+    # What was refused before anything ran is not a deployment.
     listed = swarm.run("status", "--all", "--json", code=0)
     assert all(report["name"] != "no" for report in json.loads(listed.stdout))
     return refused.stderr
@@ -167,7 +167,7 @@ def test_a_key_file_that_cannot_be_read_is_told_without_jargon(
 @pytest.mark.parametrize("port", ["0", "8123"])
 def test_a_host_that_no_machine_can_have(pair: Swarm, plan: Path, host: str, port: str) -> None:
     told = _refusal(pair, plan, "--host", host, "--port", port)
-    assert f"cannot listen on {host!r}, which is no address" in told
+    assert f"cannot listen on {host!r}: not an address" in told
 
 
 def test_an_empty_name_is_no_name(pair: Swarm, plan: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_mistake_gets_one_sentence_and_exit_code_2(
     assert shown.returncode == 2
     assert shown.stdout == ""
     assert words in shown.stderr
-    assert "way out:" in shown.stderr
+    assert "hint:" in shown.stderr
     assert "Traceback" not in shown.stderr
 
 

@@ -264,18 +264,18 @@ REFUSED: dict[str, tuple[list[bytes], list[raw.Tensor], str]] = {
     "a width of nothing": (
         [*LLAMA[:2], raw.u32("llama.embedding_length", 0), LLAMA[3]],
         [BLOCK],
-        r"llama\.embedding_length: 0 is no sensible number",
+        r"llama\.embedding_length: 0 is not a sensible number",
     ),
     "no number of heads": (LLAMA[:3], [BLOCK], r"llama\.attention\.head_count: it is missing"),
     "no heads": (
         [*LLAMA[:3], raw.u32("llama.attention.head_count", 0)],
         [BLOCK],
-        r"llama\.attention\.head_count: 0 is no sensible number",
+        r"llama\.attention\.head_count: 0 is not a sensible number",
     ),
     "a number that is text": (
         [*LLAMA[:2], raw.text("llama.embedding_length", "many"), LLAMA[3]],
         [BLOCK],
-        r"llama\.embedding_length: many is no sensible number",
+        r"llama\.embedding_length: many is not a sensible number",
     ),
 }
 
@@ -298,12 +298,12 @@ UNSOUND: dict[str, tuple[list[bytes], list[raw.Tensor], str]] = {
     "more layers than a number has": (
         [LLAMA[0], raw.u32("llama.block_count", 2**32 - 1), *LLAMA[2:]],
         [BLOCK],
-        r"block_count: 4294967295 is no sensible number",
+        r"block_count: 4294967295 is not a sensible number",
     ),
     "more experts than a number has": (
         [*LLAMA, raw.u32("llama.expert_count", 2**32 - 1)],
         [BLOCK, EXPERTS],
-        r"expert_count: 4294967295 is no sensible number",
+        r"expert_count: 4294967295 is not a sensible number",
     ),
     "many experts and none of them": (
         [*LLAMA, raw.u32("llama.expert_count", 2**31 - 1)],

@@ -47,7 +47,7 @@ def test_overlapping_and_touching_segments_are_joined() -> None:
         ("4:0", "layers 0 to 3, not 4"),
         ("0-999999:0", "layers 0 to 3, not 0-999999"),
         ("3:2-4", "Layer 3 has experts 0 to 3, not 2-4"),
-        ("1", "is no segment"),
+        ("1", "is not a segment"),
         ("1:", "does not name experts"),
         ("x:0", "does not name layers"),
         ("1:3-2", "runs backwards"),

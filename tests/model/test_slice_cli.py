@@ -74,7 +74,7 @@ def test_a_backbone_tells_how_much_of_it_is_on_the_disk(output: Path) -> None:
         (["--backbone", "--layers", "0", "-o", "x"], "A backbone has no experts"),
         (["--verify", "--layers", "0"], "--verify takes the written file"),
         (["--verify", "-o", "x"], "--verify takes the written file"),
-        (["--layers", "0", "--segment", "1", "-o", "x"], "is no segment"),
+        (["--layers", "0", "--segment", "1", "-o", "x"], "is not a segment"),
     ],
 )
 def test_what_makes_no_sense_is_told(

@@ -297,7 +297,7 @@ def test_an_expert_that_ends_within_a_block_is_refused(tmp_path: Path) -> None:
 def test_a_pipe_or_device_is_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(LinkcppError, match="is no file"):
+    with pytest.raises(LinkcppError, match="is not a file"):
         cut(qwen3moe(), pipe, "0:0")
     assert pipe.is_fifo()
 

@@ -56,7 +56,7 @@ def test_a_taken_port_is_told_in_one_sentence_with_the_hint() -> None:
     [
         (("--memory", "lots"), "'lots' is not a size"),
         (("--host", "192.0.2.1", "--port", "0"), "Cannot listen on 192.0.2.1"),
-        (("--host", "a..b", "--port", "0"), "Cannot listen on 'a..b', which is no address"),
+        (("--host", "a..b", "--port", "0"), "Cannot listen on 'a..b', which is not an address"),
     ],
 )
 def test_a_setting_that_cannot_be_is_told_in_one_sentence(
@@ -83,7 +83,7 @@ async def test_a_node_whose_engine_does_not_work_runs_and_says_so(
     assert record.engine_problem is not None
     assert "engine problem" in said
     assert "offers nothing until its engine works" in said
-    assert "way out" in said
+    assert "hint" in said
 
 
 def test_an_engine_that_is_not_there_is_a_problem_and_no_crash(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_an_offer_that_would_be_nothing_is_refused(
     done = run_node("--host", "127.0.0.1", "--port", "0", *engine, *words)
     assert done.returncode == 2
     assert told in done.stderr
-    assert "way out" in done.stderr
+    assert "hint" in done.stderr
 
 
 async def test_what_a_limited_node_offers_adds_up_before_ones_eyes(

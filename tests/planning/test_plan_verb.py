@@ -53,7 +53,7 @@ def test_it_explains_memory_and_time(saved_nodes: Path) -> None:
 def test_it_explains_sizes_that_columns_do_not_show(saved_nodes: Path) -> None:
     text = run("--model", "122B", "--nodes", str(saved_nodes), "--explain").stdout
     assert "on idle machines" in text
-    assert "625 MB of snapshots, which CACHE has not: 4 a sequence" in text
+    assert "625 MB of state snapshots, which CACHE does not: 4 for each sequence" in text
     assert "77.6 GB of weights" in text
     assert "snapshots 625 MB, buffers" in text
     assert "a layer takes" in text
@@ -67,7 +67,7 @@ def test_a_plan_of_a_preset_is_not_started_without_a_file(
 ) -> None:
     output = tmp_path / "p.json"
     text = run("--model", "122B", "--nodes", str(saved_nodes), "-o", str(output)).stdout
-    assert "which is no file here: launch it" in text
+    assert "which is not a file here: launch it" in text
     assert text.endswith(f"with the model's file: linkcpp launch {output} --model FILE.gguf\n")
 
 
@@ -75,7 +75,7 @@ def test_more_nodes_than_there_are_cannot_be_asked_for(saved_nodes: Path) -> Non
     arguments = ("--model", "smollm2", "--nodes", str(saved_nodes), "--min-nodes")
     refused = run(*arguments, "4")
     assert isinstance(refused.exception, LinkcppError)
-    assert "at least 4 devices of nodes, and there is 1" in refused.exception.message
+    assert "--min-nodes 4 was asked for, but only 1 is usable" in refused.exception.message
     assert "ash CPU" in refused.exception.message
     alone = run(*arguments, "1", "--mode", "single")
     assert isinstance(alone.exception, LinkcppError)

@@ -18,7 +18,7 @@ def asked_range(
 ) -> ByteRange | None:
     """Read a ``Range`` header; ``None`` where the whole file is to be sent.
 
-    Several ranges at once, other units and what is no range are passed over, as the RFC allows; so
+    Several ranges at once, other units and what is not a range are ignored, as the RFC allows; so
     is a range of another state of the file than the one that ``If-Range`` names.
     """
     if header is None or (if_range is not None and if_range.strip() != etag):

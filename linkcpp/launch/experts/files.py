@@ -43,7 +43,7 @@ class _GivenUpError(Exception):
 
 
 class Backbone(NamedTuple):
-    """A hollow model: its first file, its whole length, and what of it are no holes."""
+    """A hollow model: its first file, its whole length, and what of it is not holes."""
 
     path: Path
     file_bytes: int

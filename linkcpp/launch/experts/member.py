@@ -1,6 +1,6 @@
 """Each share of the plan's experts with a worker for it, brought back as often as it goes away.
 
-A member that has no worker is no failure of the deployment: replicas or the fallback compute its
+A member that has no worker is not a failure of the deployment: replicas or the fallback compute its
 experts meanwhile, or requests that need them are refused.
 """
 
@@ -89,7 +89,7 @@ class Member(ABC):
                 reason = self._note_failure(error)
             except Exception as error:
                 # Whatever a node brings about, it must not end what the others serve.
-                log.exception("defect in linkcpp")
+                log.exception("internal error")
                 reason = self._note_failure(LinkcppError(f"Defect in linkcpp: {error!r}."))
             self._note_loss(reason)
             is_stable = time.monotonic() - began > MAX_PAUSE_SECONDS

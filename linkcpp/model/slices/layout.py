@@ -131,7 +131,7 @@ def plan_copy(file: int, file_bytes: int) -> CopyJob:
 def read_slice(
     source: str, header: Header
 ) -> tuple[tuple[Segment, ...], tuple[SlicedTensor, ...]] | None:
-    """Return what a slice's header says that it has; ``None`` for a file that is no slice.
+    """Return what a slice's header says that it has; ``None`` for a file that is not a slice.
 
     Raises:
         LinkcppError: it is a slice, but of a newer format, or one that contradicts itself.

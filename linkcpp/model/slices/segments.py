@@ -81,7 +81,7 @@ def parse_segment(text: str) -> SegmentRequest:
     layers, colon, experts = text.partition(":")
     if not colon:
         raise LinkcppError(
-            f"{text[:80]!r} is no segment.",
+            f"{text[:80]!r} is not a segment.",
             hint="Write LAYERS:EXPERTS, for instance 0-3:0-31 or 4:16-63,128-255.",
         )
     return SegmentRequest(parse_ranges(layers, "layers"), parse_ranges(experts, "experts"))

@@ -40,7 +40,7 @@ def begin_target(target: Target, job: CopyJob, files: ModelFiles, supply: Supply
             raise LinkcppError(f"{path} is a folder.", hint="Give the name of a file to write.")
         if path.exists() and not path.is_file():
             # A device or pipe would be replaced, such as /dev/null for root.
-            raise LinkcppError(f"{path} is no file.", hint="Give the name of a file to write.")
+            raise LinkcppError(f"{path} is not a file.", hint="Give the name of a file to write.")
     except OSError as error:
         raise LinkcppError(
             f"Cannot write {path}: {error.strerror}.", hint="Choose another folder."

@@ -131,7 +131,7 @@ def _meaning(manifest: Manifest, source: FileSource) -> Iterator[str]:
         return
     described = read_slice(source.name, header)
     if described is None:
-        yield "It is no slice."
+        yield "It is not a slice."
         return
     here = {
         (entry.tensor.name, entry.ranges, entry.offset_bytes, entry.tensor.slab_bytes)

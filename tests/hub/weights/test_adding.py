@@ -373,7 +373,7 @@ def test_a_folder_that_is_none_or_anothers_is_told_with_a_hint(tmp_path: Path) -
     (tmp_path / "half" / "models").touch()
     folders = [tmp_path / name for name in ("file", "file/in", "loop", "half")]
     for folder in (*folders, Path(os.devnull)):
-        with pytest.raises(LinkcppError, match="is no folder") as refused:
+        with pytest.raises(LinkcppError, match="is not a folder") as refused:
             Catalogue(models_folder(folder)).begin("m")
         assert refused.value.hint == "Name another folder with --data."
     unnamed = subprocess.run(
@@ -441,7 +441,7 @@ def test_memory_does_not_grow_with_the_model_or_the_number_of_downloads(tmp_path
     for size, count in ((16 * 2**20, 1), (256 * 2**20, 6)):
         model = sparse_model(tmp_path / f"{count}.gguf", size, 2**20)
         with model.open("r+b") as file:
-            # A weight that is no zero, or the model would be taken for a hollow one.
+            # A weight that is not zero, or the model would be taken for a hollow one.
             file.seek(model.stat().st_size - size + 5000)
             file.write(b"\1" * 2**16)
         entry = add(tmp_path / str(count), model)
