@@ -46,3 +46,9 @@ def upgrade_response(method: bytes, headers: Headers) -> bytes:
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         b"Sec-WebSocket-Accept: " + base64.b64encode(digest) + b"\r\n\r\n"
     )
+
+
+def request_head(method: bytes, headers: Headers) -> bytes:
+    """Write the head of a request again, for whoever answers it in another process."""
+    lines = [method + b" / HTTP/1.1", *(name + b": " + value for name, value in headers)]
+    return b"\r\n".join([*lines, b"", b""])

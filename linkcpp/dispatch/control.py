@@ -18,6 +18,7 @@ from linkcpp.dispatch.swarm import Swarm
 from linkcpp.dispatch.worker_holder import WorkerAddress
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_server import LOOPBACK
+from linkcpp.link.introduced import DialledEnd
 from linkcpp.model.slices.segments import Segment
 from linkcpp.planning.routing_counts import RoutingCounts
 
@@ -28,7 +29,8 @@ class WorkerStatus(WireRecord):
     """One worker. Times are means over all its answers; bytes count both directions' payloads.
 
     ``loaded_bytes`` of experts were put into an rpc-server that is driven from here.
-    ``admission`` sums up the checks of its rows; ``None`` where it was not checked yet.
+    ``admission`` sums up the checks of its rows; ``None`` where it was not checked yet. ``way`` is
+    which way the link to another machine takes, and why.
     """
 
     name: str
@@ -44,6 +46,7 @@ class WorkerStatus(WireRecord):
     mean_wait_ms: float
     mean_compute_ms: float
     admission: AdmissionStatus | None = None
+    way: str | None = None
 
 
 class FallbackStatus(WireRecord):
@@ -102,12 +105,17 @@ class DispatchStatus(WireRecord):
 
 
 class NewWorker(WireRecord):
-    """A worker to link to from now on."""
+    """A worker to link to from now on: at a port of this machine, or over a link."""
 
     name: str
-    host: str = LOOPBACK
-    port: int = Field(ge=1, le=65535)
     token: str
+    host: str = LOOPBACK
+    port: int = Field(default=0, ge=0, le=65535)
+    link: DialledEnd | None = None
+
+    def address(self) -> WorkerAddress:
+        """Say how it is reached."""
+        return WorkerAddress(self.name, self.token, self.host, self.port, self.link)
 
 
 class NewServer(WireRecord):
@@ -150,6 +158,7 @@ def worker_status(holder: Holder) -> WorkerStatus:
         mean_wait_ms=1000 * holder.waited_seconds / requests,
         mean_compute_ms=1000 * holder.worker_seconds / requests,
         admission=admission_status(tuple(holder.checks.values())),
+        way=holder.way(),
     )
 
 
@@ -222,7 +231,7 @@ def build_control(
 
     @app.post("/workers")
     def add(worker: NewWorker) -> WorkerStatus:
-        return worker_status(swarm.holders.add(WorkerAddress(**worker.model_dump())))
+        return worker_status(swarm.holders.add(worker.address()))
 
     @app.post("/servers")
     def add_server(server: NewServer) -> WorkerStatus:

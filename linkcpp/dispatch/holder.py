@@ -2,11 +2,10 @@
 
 import itertools
 import select
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from linkcpp.dispatch.checks import THE_MODEL, RowCheck, Trial
 from linkcpp.dispatch.routing import Latency
@@ -34,6 +33,14 @@ class LinkState(StrEnum):
     CHECKING = "checking"
     UP = "up"
     REFUSED = "refused"
+
+
+class Pollable(Protocol):
+    """A link that is up: a socket, or a stream of a link to another machine."""
+
+    def fileno(self) -> int:
+        """What ``poll`` waits for."""
+        ...
 
 
 class Answer(NamedTuple):
@@ -78,7 +85,7 @@ class Holder(ABC):
         self.equal_rows: set[tuple[str, int, int]] = set()
         # A spot check that waits for an answer, whoever reads it.
         self.on_other_answer: Callable[[Answer], None] | None = None
-        self.socket: socket.socket | None = None
+        self.link: Pollable | None = None
         self._max_pairs: dict[Hashable, tuple[Limits, int]] = {}
 
     @property
@@ -132,11 +139,15 @@ class Holder(ABC):
     @property
     @abstractmethod
     def is_sending(self) -> bool:
-        """Whether bytes wait until the socket takes them."""
+        """Whether bytes wait until the link takes them, and ``poll`` tells when it does."""
+
+    def way(self) -> str | None:
+        """Say which way the link to it takes now, and why; ``None`` on this machine."""
+        return None
 
     @abstractmethod
     def open(self, chains: Sequence[tuple[int, Chain]], model_digest: str | None) -> None:
-        """Link to it and set ``welcome`` and ``socket``; blocking, for a thread of its own.
+        """Link to it and set ``welcome`` and ``link``; blocking, for a thread of its own.
 
         Raises:
             OSError: it does not work out now.
@@ -209,13 +220,13 @@ def check_model(welcome: Welcome, model_digest: str | None) -> None:
 
 
 def wait_for_links(holders: Sequence[Holder], timeout_ms: float) -> list[Holder]:
-    """Return the holders whose sockets can be read, or written where bytes wait."""
+    """Return the holders that can be read, or written where bytes wait."""
     poll = select.poll()
     by_descriptor = {}
     for holder in holders:
-        if holder.socket is None:
+        if holder.link is None:
             continue
-        descriptor = holder.socket.fileno()
+        descriptor = holder.link.fileno()
         by_descriptor[descriptor] = holder
         poll.register(descriptor, select.POLLIN | (select.POLLOUT if holder.is_sending else 0))
     return [by_descriptor[descriptor] for descriptor, _ in poll.poll(timeout_ms)]

@@ -318,7 +318,7 @@ class Holders:
         others = [
             other
             for other in self.all()
-            if other is not holder and other.socket is not None and not other.is_removed
+            if other is not holder and other.link is not None and not other.is_removed
         ]
         check = self._check(self, holder, trial, others)
         holder.checks[trial.layer, trial.chain.key] = check

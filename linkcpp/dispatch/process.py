@@ -21,7 +21,6 @@ from linkcpp.dispatch.fallback import Fallback
 from linkcpp.dispatch.swarm import Swarm
 from linkcpp.dispatch.swarm_state import SwarmOptions
 from linkcpp.dispatch.tally import kept_tally
-from linkcpp.dispatch.worker_holder import WorkerAddress
 from linkcpp.engine.ops import read_op_table
 from linkcpp.engine.process_spec import ProcessState, ProcessStatus
 from linkcpp.engine.records import EngineLocation
@@ -148,7 +147,7 @@ class _Dispatch:
         device = VirtualDevice(backing, ops, swarm, self._stop_because)
         try:
             for worker in self._config.workers:
-                swarm.holders.add(WorkerAddress(**worker.model_dump()))
+                swarm.holders.add(worker.address())
             for entry in self._config.servers:
                 swarm.holders.add(entry.address(self._config.engine))
             (device_listener,) = listen(LOOPBACK, self._config.device_port)

@@ -119,7 +119,7 @@ class ServerHolder(Holder):
         """Nothing to do: who asked knows what he asked for."""
 
     def _compute(self) -> ExpertCompute:
-        if self._loaded is None or self.socket is None:
+        if self._loaded is None or self.link is None:
             raise ConnectionError("the link is closed")
         return self._loaded.compute
 
@@ -174,7 +174,7 @@ class ServerHolder(Holder):
 
     def receive(self, within_ms: float = 0.0) -> bool:
         """Read what is there, or the whole answer; see ``Holder.receive``."""
-        if self._loaded is None or self.socket is None:
+        if self._loaded is None or self.link is None:
             raise ConnectionError("the link is closed")
         return bool(self._answers) or self._receive(self._loaded.rpc.connection, within_ms)
 
@@ -227,7 +227,7 @@ class ServerHolder(Holder):
                 self.close()
                 raise
         self._wait_ms = 0.0
-        self.welcome, self.socket = loaded.welcome, loaded.rpc.connection
+        self.welcome, self.link = loaded.welcome, loaded.rpc.connection
 
     def _load(self, model_digest: str | None) -> _Loaded:
         address = self._address
@@ -277,7 +277,7 @@ class ServerHolder(Holder):
 
     def close(self) -> None:
         """Forget what was asked; see ``Holder.close``."""
-        self.socket = None
+        self.link = None
         self._waiting.clear()
         self._answers.clear()
         if self._request is not None:
@@ -287,7 +287,7 @@ class ServerHolder(Holder):
 
     def end(self) -> None:
         """End the connection; the server gives the memory back."""
-        self.socket, self._request = None, None
+        self.link, self._request = None, None
         self._waiting.clear()
         self._answers.clear()
         loaded, self._loaded, self._is_broken = self._loaded, None, False

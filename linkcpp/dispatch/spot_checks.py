@@ -236,7 +236,7 @@ class SpotChecks:
         """Ask between two calls; whoever reads the link next hands the answer over."""
         waiting = _Waiting(next_request_number())
         with self._calling:
-            link = judge.socket
+            link = judge.link
             if judge.state != LinkState.UP or judge.is_removed or judge.is_sending:
                 return None
             judge.on_other_answer = waiting.take
@@ -248,7 +248,7 @@ class SpotChecks:
         while not waiting.is_over.wait(_LOOK_SECONDS):
             with self._calling:
                 is_late = time.monotonic() > give_up_at
-                if judge.socket is not link or link is None or is_late or self._is_closing.is_set():
+                if judge.link is not link or link is None or is_late or self._is_closing.is_set():
                     judge.forget(waiting.number)
                     break
                 # While it is being checked, another thread reads its link.

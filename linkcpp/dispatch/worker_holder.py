@@ -1,4 +1,4 @@
-"""A worker as a holder: asked over compute frames, here or at the far end of a tunnel."""
+"""A worker as a holder: asked over compute frames, here or over a link."""
 
 import functools
 import socket
@@ -7,9 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from linkcpp.common.errors import LinkcppError
 from linkcpp.dispatch.holder import Answer, Holder, check_model
-from linkcpp.engine.rpc_socket import limit_receiving, unsent
+from linkcpp.engine.rpc_server import LOOPBACK
+from linkcpp.link.introduced import DialledEnd, ProgramLink
+from linkcpp.link.status import link_way
 from linkcpp.worker.chain import Chain, KeyedChain
+from linkcpp.worker.connection import Connection, SocketConnection
 from linkcpp.worker.frames import (
     COMPUTE,
     HEADER,
@@ -37,17 +41,17 @@ from linkcpp.worker.link import FrameBuffer
 
 _CONNECT_SECONDS = 5.0
 _PROBE_SECONDS = 5.0
-_MAX_BUFFERS = 64
 _COMPUTE, _F32 = FrameType.COMPUTE, DataType.F32
 
 
 class WorkerAddress(NamedTuple):
-    """How to reach a worker: a TCP port of this machine, maybe the near end of a tunnel."""
+    """How to reach a worker: at a TCP port of this machine, or over a link to another one."""
 
     name: str
-    host: str
-    port: int
     token: str
+    host: str = LOOPBACK
+    port: int = 0
+    link: DialledEnd | None = None
 
     def holder(self, number: int) -> Holder:
         """Make the holder with this number."""
@@ -81,14 +85,14 @@ class WorkerHolder(Holder):
         super().__init__(number, address.name)
         self._address = address
         self._frames = FrameBuffer(Limits())
-        self._outgoing: Sequence[Buffer] = ()
+        self._connection: Connection | None = None
+        self._program_link: ProgramLink | None = None
         self._asked: dict[int, tuple[int, int]] = {}
-        self._wait_ms = 0.0
 
     @property
     def is_sending(self) -> bool:
-        """Whether bytes wait until the socket takes them."""
-        return bool(self._outgoing)
+        """Whether bytes wait; see ``Holder.is_sending``."""
+        return self._connection is not None and self._connection.is_sending
 
     def teach(self, chain_id: int, chain: Chain) -> None:
         """Send it; see ``Holder.teach``."""
@@ -109,39 +113,26 @@ class WorkerHolder(Holder):
         self._asked.pop(number, None)
 
     def _send(self, parts: Sequence[Buffer]) -> None:
-        self._outgoing = [*self._outgoing, *parts] if self._outgoing else parts
-        self.resume()
+        if self._connection is None:
+            raise ConnectionError("the link is closed")
+        self._connection.send(parts)
+        self.sent_bytes += sum(map(len, parts))
 
     def resume(self) -> None:
         """Send what waits; see ``Holder.resume``."""
-        if self.socket is None:
+        if self._connection is None:
             raise ConnectionError("the link is closed")
-        while self._outgoing:
-            try:
-                sent = self.socket.sendmsg(self._outgoing[:_MAX_BUFFERS], (), socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            self.sent_bytes += sent
-            self._outgoing = unsent(self._outgoing, sent)
+        if self._connection.is_sending:
+            self._connection.flush()
 
     def receive(self, within_ms: float = 0.0) -> bool:
         """Read once; see ``Holder.receive``."""
-        if self.socket is None:
+        if self._connection is None:
             raise ConnectionError("the link is closed")
-        if within_ms and within_ms != self._wait_ms:
-            limit_receiving(self.socket, within_ms / 1000)
-            self._wait_ms = within_ms
-        try:
-            count = self.socket.recv_into(
-                self._frames.space(), 0, 0 if within_ms else socket.MSG_DONTWAIT
-            )
-        except BlockingIOError:
-            return False
-        if not count:
-            raise ConnectionError("the worker closed the link")
+        count = self._connection.receive_into(self._frames.space(), within_ms / 1000)
         self.received_bytes += count
         self._frames.received(count)
-        return True
+        return count > 0
 
     def next_answer(self) -> Answer | None:
         """Return the next ROWS; see ``Holder.next_answer``. Answers to nothing are passed over."""
@@ -157,36 +148,44 @@ class WorkerHolder(Holder):
 
     def open(self, chains: Sequence[tuple[int, Chain]], model_digest: str | None) -> None:
         """Connect, greet, teach the chains and probe; see ``Holder.open``."""
-        address = self._address
-        link = socket.create_connection((address.host, address.port), _CONNECT_SECONDS)
+        connection = self._connect()
         try:
-            link.settimeout(_PROBE_SECONDS)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._frames = FrameBuffer(Limits())
-            link.sendall(pack_hello(address.token))
-            welcome = parse_welcome(self._wait(link, FrameType.WELCOME))
+            connection.send_all([pack_hello(self._address.token)], _PROBE_SECONDS)
+            welcome = parse_welcome(self._wait(connection, FrameType.WELCOME))
             check_model(welcome, model_digest)
             for chain_id, chain in chains:
-                link.sendall(pack_chain(0, chain_id, chain))
-                self._wait(link, FrameType.CHAIN_READY)
-            link.sendall(pack_header(FrameType.PING, 0, 0))
-            self._wait(link, FrameType.PONG)
-            link.setblocking(True)
-            self._wait_ms = 0.0
+                connection.send_all([pack_chain(0, chain_id, chain)], _PROBE_SECONDS)
+                self._wait(connection, FrameType.CHAIN_READY)
+            connection.send_all([pack_header(FrameType.PING, 0, 0)], _PROBE_SECONDS)
+            self._wait(connection, FrameType.PONG)
         except BaseException:
-            link.close()
+            connection.close()
+            self._close_link()
             raise
-        self.welcome, self.socket = welcome, link
+        self.welcome, self.link, self._connection = welcome, connection, connection
 
-    def _wait(self, link: socket.socket, kind: FrameType) -> memoryview:
+    def _connect(self) -> Connection:
+        address = self._address
+        if address.link is not None:
+            try:
+                self._program_link = ProgramLink.dial(
+                    address.link, timeout_seconds=_CONNECT_SECONDS
+                )
+            except LinkcppError as error:
+                raise ConnectionError(error.message) from error
+            return self._program_link.stream
+        link = socket.create_connection((address.host, address.port), _CONNECT_SECONDS)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return SocketConnection(link)
+
+    def _wait(self, connection: Connection, kind: FrameType) -> memoryview:
         deadline = time.monotonic() + _PROBE_SECONDS
         while (frame := self._frames.next()) is None:
-            if time.monotonic() > deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise TimeoutError("the worker does not answer")
-            count = link.recv_into(self._frames.space())
-            if not count:
-                raise ConnectionError("the worker closed the link")
-            self._frames.received(count)
+            self._frames.received(connection.receive_into(self._frames.space(), left))
         header, payload = frame
         if header.kind == FrameType.ERROR:
             raise parse_error(payload)
@@ -196,11 +195,21 @@ class WorkerHolder(Holder):
             )
         return payload
 
+    def way(self) -> str | None:
+        """Say which way the link to it takes; see ``Holder.way``."""
+        status = self._program_link.status() if self._program_link is not None else None
+        return link_way(status) if status is not None else None
+
     def close(self) -> None:
         """Close the link; see ``Holder.close``."""
-        link, self.socket = self.socket, None
-        self._outgoing = ()
+        connection, self.link, self._connection = self._connection, None, None
         self._asked.clear()
+        if connection is not None:
+            connection.close()
+        self._close_link()
+
+    def _close_link(self) -> None:
+        link, self._program_link = self._program_link, None
         if link is not None:
             link.close()
 

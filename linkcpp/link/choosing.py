@@ -23,7 +23,10 @@ class PathKind(StrEnum):
 
 
 class Path(NamedTuple):
-    """One way to the peer; a relay has its gateway's id, and its name where the hub told it."""
+    """One way to the peer; a relay has its gateway's id, and its name where the hub told it.
+
+    A relay without an id is the coordinator, which carries a link of two of its programs.
+    """
 
     kind: PathKind
     gateway_id: str | None = None
@@ -32,6 +35,8 @@ class Path(NamedTuple):
     def __str__(self) -> str:
         if self.kind is PathKind.DIRECT:
             return "direct"
+        if self.gateway_id is None:
+            return "through the coordinator"
         if self.gateway_name is None:
             return f"relay through gateway {self.gateway_id}"
         return f"relay through {self.gateway_name} ({self.gateway_id})"

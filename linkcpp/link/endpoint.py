@@ -106,6 +106,11 @@ class LinkEndpoint(AsyncClosing):
             received_bytes=paths.received_bytes,
         )
 
+    @property
+    def direct_urls(self) -> tuple[str, ...]:
+        """The addresses of the peer itself that were told last (WebSocket ones)."""
+        return self._supply.direct_urls
+
     def start_stream(self, target: str, make_handler: MakeHandler) -> StreamHandler:
         """Open a stream to ``target`` and start its handler.
 
@@ -202,7 +207,7 @@ class LinkEndpoint(AsyncClosing):
         self._failed.set_result(error)
         if not self._first.done():
             self._first.set_exception(error)
-        await self._paths.aclose()
+        await self._paths.aclose(error.message)
 
     async def _reach(self) -> None:
         """Find a path for the session, as long as patience lasts."""

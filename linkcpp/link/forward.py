@@ -122,6 +122,57 @@ class _Forwarded(TcpHandler):
             self.on_end()
 
 
+class Lease:
+    """A stream without bytes that keeps what it leads to, and ends with it."""
+
+    def __init__(self, port: StreamPort) -> None:
+        self._port = port
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    def open(cls, link: LinkEndpoint, target: str) -> "Lease":
+        """Take a lease.
+
+        Raises:
+            ConnectionError: the link has ended, or there are too many streams.
+        """
+        lease = link.start_stream(target, cls)
+        assert isinstance(lease, cls)  # noqa: S101 - made above
+        return lease
+
+    async def wait_ended(self) -> str:
+        """Wait until the peer ends it, and return its words."""
+        return await asyncio.shield(self._ended)
+
+    def close(self) -> None:
+        """Give it back; also fine when it has ended."""
+        self._port.abort()
+        self._end("it was given back")
+
+    def deliver(self, data: memoryview) -> None:
+        """Take nothing: none comes."""
+        self._port.taken(len(data))
+
+    def finish(self) -> None:
+        """The peer ends it."""
+        self._end("it ended")
+
+    def abort(self, reason: str, code: int) -> None:
+        """The peer ends it, or the link did."""
+        self._end(reason)
+
+    def writable(self) -> None:
+        """Do nothing: nothing is sent."""
+
+    async def run(self) -> None:
+        """Wait until it has ended."""
+        await asyncio.shield(self._ended)
+
+    def _end(self, reason: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(reason)
+
+
 def _do_nothing() -> None:
     return
 

@@ -147,11 +147,11 @@ class PathKeeper:
         self._forget_broken()
         return f"{channel.path}: {channel.ended.result()}"
 
-    async def aclose(self) -> None:
+    async def aclose(self, reason: str = "the link was closed") -> None:
         """End the session and its path."""
         if self._pump is not None:
             channel = self._pump.channel
-            await self._pump.aclose()
+            await self._pump.aclose(reason)
             if channel is not None:
                 await channel.say_goodbye()
                 await channel.close(1000, "the link was closed")

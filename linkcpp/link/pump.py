@@ -77,11 +77,11 @@ class StreamPump:
         self.wake()
         return handler
 
-    async def aclose(self) -> None:
-        """End all streams at once."""
+    async def aclose(self, reason: str = "the link was closed") -> None:
+        """End all streams at once, and tell their users why."""
         self.uncarried()
         for handler in list(self._handlers.values()):
-            handler.abort("the link was closed", ResetCode.ABORTED)
+            handler.abort(reason, ResetCode.ABORTED)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

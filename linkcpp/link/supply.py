@@ -47,6 +47,11 @@ class Supply(Protocol):
         """Whether the peer is told to come, so that the first attempt may fail."""
         ...
 
+    @property
+    def direct_urls(self) -> tuple[str, ...]:
+        """The peer's own addresses, as they were told last; HTTP or WebSocket ones."""
+        ...
+
     async def usable(self) -> Ways:
         """Return ways that are not known to be outdated; raises as ``fresh``."""
         ...
@@ -102,6 +107,11 @@ class ClusterSupply:
     def is_awaited(self) -> bool:
         """It is there, or it is not."""
         return False
+
+    @property
+    def direct_urls(self) -> tuple[str, ...]:
+        """The addresses."""
+        return self._urls
 
     @property
     def introduction(self) -> Introduction:
@@ -160,6 +170,11 @@ class OfferSupply:
     def is_awaited(self) -> bool:
         """The hub tells it to come."""
         return True
+
+    @property
+    def direct_urls(self) -> tuple[str, ...]:
+        """What the last offer says."""
+        return self._offer.direct_urls if self._offer else ()
 
     @property
     def introduction(self) -> Introduction | None:

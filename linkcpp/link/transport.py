@@ -6,13 +6,16 @@ A transport keeps message borders and order, and is trusted with nothing else.
 import asyncio
 import contextlib
 from collections import deque
+from http import HTTPStatus
 from typing import Protocol, cast
 
 from websockets.asyncio.client import connect
-from websockets.exceptions import InvalidState, WebSocketException
+from websockets.exceptions import InvalidState, InvalidStatus, WebSocketException
 from websockets.frames import Frame, Opcode
+from websockets.http11 import Request
 from websockets.protocol import SERVER, State
 from websockets.protocol import Protocol as WebSocket
+from websockets.server import ServerProtocol
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.network_errors import in_words
@@ -110,6 +113,11 @@ class WebSocketTransport(asyncio.Protocol):
         return cls(WebSocket(SERVER, max_size=MAX_MESSAGE_BYTES))
 
     @classmethod
+    def accepting(cls) -> "WebSocketTransport":
+        """Make the protocol of a connection whose request for a WebSocket is still to be read."""
+        return cls(ServerProtocol(max_size=MAX_MESSAGE_BYTES))
+
+    @classmethod
     async def dial(cls, url: str, *, timeout_seconds: float) -> "WebSocketTransport":
         """Open a WebSocket.
 
@@ -132,7 +140,7 @@ class WebSocketTransport(asyncio.Protocol):
         except LinkcppError as error:
             raise TransportLostError(str(error)) from error
         except (OSError, WebSocketException, ValueError) as error:
-            is_refused = isinstance(error, ConnectionRefusedError)
+            is_refused = isinstance(error, ConnectionRefusedError) or _says_no(error)
             raise TransportLostError(in_words(error), is_refused=is_refused) from error
         # Both relay and peer are silent until they are told who dials, so nothing is under way.
         dialled = cls(connection.protocol)
@@ -155,10 +163,13 @@ class WebSocketTransport(asyncio.Protocol):
         websocket = self._websocket
         websocket.receive_data(data)
         for event in websocket.events_received():
-            self._take(cast("Frame", event))
+            if isinstance(event, Frame):
+                self._take(event)
+            elif isinstance(websocket, ServerProtocol):
+                websocket.send_response(websocket.accept(cast("Request", event)))
         if websocket.writes:
             self._write_all()
-        if websocket.state is not State.OPEN:
+        if websocket.state is State.CLOSING or websocket.state is State.CLOSED:
             self._end()
 
     def eof_received(self) -> None:
@@ -281,6 +292,11 @@ class WebSocketTransport(asyncio.Protocol):
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
+
+
+def _says_no(error: Exception) -> bool:
+    """Whether the machine itself answers that what was asked for is not there."""
+    return isinstance(error, InvalidStatus) and error.response.status_code == HTTPStatus.NOT_FOUND
 
 
 def _fitting(reason: str) -> str:

@@ -199,7 +199,11 @@ class NodeAgent:
         )
         server = make_server(
             create_app(self),
-            http=upgrading_protocol(lambda path: self.links.take if path == DIRECT_PATH else None),
+            http=upgrading_protocol(
+                lambda path: (
+                    self.links.take if path == DIRECT_PATH else self.workers.take_link(path)
+                )
+            ),
             # The application has no WebSocket: this bounds what it refuses.
             max_message_bytes=1024,
         )

@@ -68,11 +68,17 @@ MAX_SEGMENTS = 512
 API_TARGET = "api"
 SERVER_TARGET = "server"
 WORKER_TARGET = "worker"
+LEASE_TARGET = "lease"
 
 
 def server_target(server_id: ServerId) -> str:
     """Name an rpc-server for a stream."""
     return f"{SERVER_TARGET}/{server_id}"
+
+
+def lease_target(worker_id: WorkerId) -> str:
+    """Name the stream that keeps a worker, and ends with it."""
+    return f"{LEASE_TARGET}/{worker_id}"
 
 
 def worker_target(worker_id: WorkerId) -> str:
@@ -200,7 +206,7 @@ class WorkerRequest(Record):
     ``memory_bytes`` is the most that the worker may allocate on the device: the slabs of all its
     slices, and at least ``WORKER_SCRATCH_BYTES`` to work with. ``None`` takes just that. The worker
     ends when ``lease_seconds`` pass without a renewal and without a stream, counted from when it is
-    ready.
+    ready. ``link_key`` is the public key (base64url) of the program that will link to it.
     """
 
     deployment: str = Field(min_length=1, max_length=128)
@@ -209,6 +215,7 @@ class WorkerRequest(Record):
     memory_bytes: int | None = Field(default=None, gt=0, le=2**50)
     threads: int | None = Field(default=None, ge=1, le=1024)
     lease_seconds: float = Field(default=20.0, gt=0, le=3600, allow_inf_nan=False)
+    link_key: str = Field(max_length=64)
 
 
 WORKER_SCRATCH_BYTES = 64 * 2**20
@@ -235,10 +242,14 @@ class WorkerRecord(WireRecord):
 
 
 class NewWorker(WireRecord):
-    """A worker that was just asked for. Only this answer ever tells its token."""
+    """A worker that was just asked for. Only this answer ever tells its token.
+
+    Its link has the worker's id; ``link_key`` is its public key (base64url) there.
+    """
 
     worker: WorkerRecord
     token: str
+    link_key: str
 
 
 class WorkerList(WireRecord):

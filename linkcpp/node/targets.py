@@ -1,6 +1,7 @@
 """What the streams of links to this machine lead to: the API, rpc-servers, expert workers."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Final
 
@@ -8,11 +9,12 @@ from linkcpp.engine.guard import LinkGuard
 from linkcpp.engine.pieces import PIECE_BYTES
 from linkcpp.link.acceptor import LinkUser
 from linkcpp.link.handlers import StreamHandler, StreamPort, StreamRefusedError
+from linkcpp.link.program import hand_over
 from linkcpp.link.records import ResetCode
 from linkcpp.link.stream_transport import StreamTransport
 from linkcpp.link.tcp_handler import Streams, TcpHandler
 from linkcpp.node.limits import RefusedError, takes_pieces
-from linkcpp.node.records import API_TARGET, SERVER_TARGET, WORKER_TARGET
+from linkcpp.node.records import API_TARGET, LEASE_TARGET, SERVER_TARGET, WORKER_TARGET
 from linkcpp.node.servers import ManagedServer, ServerManager
 from linkcpp.node.workers import WorkerManager
 
@@ -43,7 +45,9 @@ class Targets:
             if kind == SERVER_TARGET:
                 return _ServerStream(self._servers, key, user, port)
             if kind == WORKER_TARGET:
-                return ProgramStream(self._workers, key, user, port)
+                return _WorkerStream(self._workers, key, user, port)
+            if kind == LEASE_TARGET:
+                return _Lease(self._workers, key, user, port)
         except RefusedError as error:
             raise StreamRefusedError(f"{error.code}: {error.message}") from None
         raise StreamRefusedError(f"unknown_target: there is no {target!r} here")
@@ -65,7 +69,7 @@ class ProgramStream(TcpHandler):
         self.user = user
         self._manager = manager
         self._stream = port
-        self._port_number = manager.claim(key, self).port
+        self._program = manager.claim(key, self)
         self._key = key
 
     @property
@@ -86,7 +90,63 @@ class ProgramStream(TcpHandler):
             self._manager.release(self._key, self)
 
     async def _open(self) -> Streams:
-        return await asyncio.open_connection(_HOST, self._port_number)
+        return await asyncio.open_connection(_HOST, self._program.port)
+
+
+class _WorkerStream(ProgramStream):
+    """A connection to a worker's own link, which comes over the link to its machine."""
+
+    def __init__(self, workers: WorkerManager, key: str, user: LinkUser, port: StreamPort) -> None:
+        self._door = workers.get(key).link.door
+        super().__init__(workers, key, user, port)
+
+    async def _open(self) -> Streams:
+        here, there = socket.socketpair()
+        with there:
+            hand_over(there, b"", self._door)
+        return await asyncio.open_connection(sock=here)
+
+
+class _Lease:
+    """A stream without bytes: while it is open the program is used, and it ends with it."""
+
+    is_owed = False
+
+    def __init__(self, workers: WorkerManager, key: str, user: LinkUser, port: StreamPort) -> None:
+        self.user = user
+        self._workers = workers
+        self._key = key
+        self._port = port
+        self._ended = asyncio.Event()
+        workers.claim(key, self)
+
+    def end(self, reason: str) -> None:
+        """Tell the peer that the program ended."""
+        self._port.abort(ResetCode.REFUSED, reason)
+        self._ended.set()
+
+    def deliver(self, data: memoryview) -> None:
+        """End: nobody reads here."""
+        self.end("a lease takes no bytes")
+
+    def finish(self) -> None:
+        """The peer gives it back."""
+        self._port.finish()
+        self._ended.set()
+
+    def abort(self, reason: str, code: int) -> None:
+        """The stream is gone."""
+        self._ended.set()
+
+    def writable(self) -> None:
+        """Do nothing: nothing is sent."""
+
+    async def run(self) -> None:
+        """Keep the program claimed."""
+        try:
+            await self._ended.wait()
+        finally:
+            self._workers.release(self._key, self)
 
 
 class _ServerStream(ProgramStream):

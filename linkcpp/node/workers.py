@@ -13,14 +13,19 @@ import psutil
 
 from linkcpp.cluster.measure import CPU
 from linkcpp.cluster.records import NodeRecord
+from linkcpp.common.callers import Headers
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.files import write_atomically
+from linkcpp.common.http_server import TakeUpgrade
 from linkcpp.common.processes import descendants_of
 from linkcpp.common.text import printable
 from linkcpp.common.units import format_bytes
+from linkcpp.common.upgrade import UpgradeError, request_head
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.process_spec import ProcessSpec
 from linkcpp.engine.records import Engine
+from linkcpp.link.introduced import new_key
+from linkcpp.link.program import AcceptedEnd, hand_over, new_door, remove_door
 from linkcpp.model.slices.segments import merge_segments
 from linkcpp.node.limits import (
     RefusedError,
@@ -38,6 +43,7 @@ from linkcpp.node.records import (
 )
 from linkcpp.node.slice_store import SliceStore
 from linkcpp.node.stored_slice import StoredSlice
+from linkcpp.registry.relay import DIRECT_PATH
 from linkcpp.worker.frames import Limits
 from linkcpp.worker.process import READY_PATTERN, WorkerConfig
 
@@ -78,6 +84,10 @@ class ManagedWorker(ManagedProgram):
         self.request = request
         self.slices = slices
         self.token = secrets.token_urlsafe(32)
+        own_key, self.link_key = new_key()
+        self.link = AcceptedEnd(
+            link_id=self.key, own_key=own_key, peer_key=request.link_key, door=new_door()
+        )
         self.slab_bytes = sum(item.slab_bytes or 0 for item in slices)
         for item in slices:
             item.user_count += 1
@@ -96,6 +106,7 @@ class ManagedWorker(ManagedProgram):
         was_alive = self.is_alive
         super().end(state, detail)
         if was_alive:
+            remove_door(self.link.door)
             for item in self.slices:
                 item.user_count -= 1
                 item.touch()
@@ -177,7 +188,29 @@ class WorkerManager(ProgramManager[ManagedWorker]):
         start = asyncio.create_task(self._start(worker))
         self._watches.add(start)
         start.add_done_callback(self._watches.discard)
-        return NewWorker(worker=worker.record(), token=worker.token)
+        return NewWorker(worker=worker.record(), token=worker.token, link_key=worker.link_key)
+
+    def take_link(self, path: str) -> TakeUpgrade | None:
+        """Say who takes connections at a path: the worker whose link it names."""
+        prefix = f"{DIRECT_PATH}/"
+        if not path.startswith(prefix):
+            return None
+
+        def take(
+            transport: asyncio.Transport, *, method: bytes, headers: Headers, peer: str
+        ) -> None:
+            worker = self._items.get(path.removeprefix(prefix))
+            raw = transport.get_extra_info("socket")
+            if raw is None or worker is None or worker.state is not ServerState.READY:
+                raise UpgradeError(404, "no_such_link", "This node has no such link.")
+            try:
+                hand_over(raw, request_head(method, headers), worker.link.door)
+            except OSError:
+                raise UpgradeError(503, "busy", "The program takes no connection now.") from None
+            # This process has no further use for it; the connection lives on in the other one.
+            transport.abort()
+
+        return take
 
     async def overhead_bytes(self) -> int:
         """Measure what a worker costs besides what it is promised; once, by starting its program.
@@ -261,6 +294,7 @@ class WorkerManager(ProgramManager[ManagedWorker]):
             threads=self._threads(worker),
             scratch_bytes=worker.memory_bytes - worker.slab_bytes,
             limits=_limits(worker.slices),
+            link=worker.link,
         )
 
     def _spec(self, worker: ManagedWorker, config_path: Path) -> ProcessSpec:

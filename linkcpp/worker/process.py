@@ -16,6 +16,7 @@ from linkcpp.engine.process_spec import ProcessState
 from linkcpp.engine.records import EngineLocation
 from linkcpp.engine.rpc_server import LOOPBACK, RunningRpcServer, start_rpc_server
 from linkcpp.engine.rpc_socket import RpcSocket
+from linkcpp.link.program import AcceptedEnd, ProgramDoor
 from linkcpp.model.slices.segments import Segment
 from linkcpp.worker.compute import DEFAULT_SCRATCH_BYTES, ExpertCompute
 from linkcpp.worker.frames import Limits, Welcome
@@ -34,7 +35,7 @@ class WorkerConfig(Record):
 
     ``slabs`` is the path or URL of a GGUF file that has the experts; without ``segments`` it holds
     all that the file has. ``more_slabs`` are further files of the same model, taken whole.
-    ``port`` 0 takes a free one.
+    ``port`` 0 takes a free one. ``link`` is the end of a link of its own to whoever asks it.
     """
 
     name: str
@@ -49,6 +50,7 @@ class WorkerConfig(Record):
     threads: int | None = None
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES
     limits: Limits = Limits()
+    link: AcceptedEnd | None = None
 
 
 def open_slabs(config: WorkerConfig) -> SlabProvider:
@@ -149,9 +151,14 @@ async def _serve(
             loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=serve, daemon=True).start()
+    door = None
+    if config.link is not None:
+        door = await asyncio.to_thread(ProgramDoor, config.link, service.serve_connection)
     announce(f"worker ready on {LOOPBACK}:{listener.getsockname()[1]}")
     ending = asyncio.create_task(ended.wait())
     await asyncio.wait({stop, ending}, return_when=asyncio.FIRST_COMPLETED)
+    if door is not None:
+        await asyncio.to_thread(door.close)
     service.stop()
     await ending
     if service.failure is not None:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 from linkcpp.common.errors import LinkcppError
 from linkcpp.common.threaded_server import ThreadedServer
-from linkcpp.engine.rpc_socket import block_in_kernel, send_all
 from linkcpp.engine.wire import WireError
 from linkcpp.worker.chain import KeyedChain
 from linkcpp.worker.compute import ExpertCompute
+from linkcpp.worker.connection import Connection, SocketConnection
 from linkcpp.worker.frames import (
     ENDING_CODES,
     Buffer,
@@ -68,12 +68,18 @@ class WorkerService:
         """End every link and the service; may be called from any thread and more than once."""
         self._links.stop()
 
-    def let_in(self, link: socket.socket) -> None:
-        """Keep a link whose peer has shown the token."""
-        self._links.let_in(link)
+    def serve_connection(
+        self, connection: Connection, let_in: Callable[[], None] = lambda: None
+    ) -> None:
+        """Answer one peer until it leaves; ``let_in`` is called once it has shown the token.
+
+        Raises:
+            OSError: it left, or stopped in the middle of a frame.
+        """
+        _Link(self, connection, self._welcome, self._token).run(let_in)
 
     def _serve_link(self, link: socket.socket) -> None:
-        _Link(self, link, self._welcome, self._token).run()
+        self.serve_connection(SocketConnection(link), lambda: self._links.let_in(link))
 
     def compute(self, chain: KeyedChain, payload: memoryview, head: ComputeHead) -> list[Buffer]:
         """Do what a COMPUTE payload asks; return the parts of ROWS without its request id."""
@@ -106,55 +112,48 @@ class _Link:
     """One peer."""
 
     def __init__(
-        self, service: WorkerService, link: socket.socket, welcome: Welcome, token: str
+        self, service: WorkerService, connection: Connection, welcome: Welcome, token: str
     ) -> None:
         self._service = service
-        self._socket = link
+        self._connection = connection
         self._welcome = welcome
         self._token = token
         self._frames = FrameBuffer(_HELLO_LIMITS)
         self._chains: dict[int, KeyedChain] = {}
 
-    def run(self) -> None:
+    def run(self, let_in: Callable[[], None]) -> None:
         try:
-            self._greet()
-            block_in_kernel(self._socket, _STALL_SECONDS)
+            self._greet(let_in)
             while True:
                 header, payload = self._receive()
                 self._answer(header, payload)
         except FrameError as error:
             self._send([pack_error(0, error.code, error.message)])
 
-    def _greet(self) -> None:
+    def _greet(self, let_in: Callable[[], None]) -> None:
         # The whole greeting has one deadline, however its bytes trickle in.
         deadline = time.monotonic() + _HELLO_SECONDS
-        self._socket.settimeout(_HELLO_SECONDS)
         while (frame := self._frames.next()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise FrameError(ErrorCode.BAD_TOKEN, "HELLO did not come in time.")
-            self._socket.settimeout(left)
-            self._read_some()
+            self._read_some(left)
         check_hello(*frame, self._token)
-        self._service.let_in(self._socket)
+        let_in()
         if not self._frames.is_between_frames:
             raise FrameError(ErrorCode.BAD_FRAMING, "A frame came before WELCOME was sent.")
         self._send([pack_welcome(self._welcome)])
         self._frames = FrameBuffer(self._welcome.limits)
 
-    def _read_some(self) -> None:
-        count = self._socket.recv_into(self._frames.space())
-        if not count:
-            raise EOFError
+    def _read_some(self, seconds: float) -> bool:
+        count = self._connection.receive_into(self._frames.space(), seconds)
         self._frames.received(count)
+        return count > 0
 
     def _receive(self) -> tuple[Header, memoryview]:
         while (frame := self._frames.next()) is None:
-            try:
-                self._read_some()
-            except BlockingIOError:
-                if not self._frames.is_between_frames:
-                    raise
+            if not self._read_some(_STALL_SECONDS) and not self._frames.is_between_frames:
+                raise TimeoutError("a frame was begun and not ended")
         return frame
 
     def _answer(self, header: Header, payload: memoryview) -> None:
@@ -188,7 +187,7 @@ class _Link:
         raise FrameError(ErrorCode.BAD_PAYLOAD, f"A worker does not take {header.kind.name}.")
 
     def _send(self, parts: Sequence[Buffer]) -> None:
-        send_all(self._socket, parts)
+        self._connection.send_all(parts, _STALL_SECONDS)
 
 
 def _refuse(link: socket.socket) -> None:

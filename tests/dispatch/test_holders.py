@@ -25,7 +25,7 @@ def silent_workers(count: int) -> Iterator[list[WorkerAddress]]:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0)))
                      for _ in range(count)]  # fmt: skip
         yield [
-            WorkerAddress(f"silent {number}", "127.0.0.1", listener.getsockname()[1], "token")
+            WorkerAddress(f"silent {number}", "token", port=listener.getsockname()[1])
             for number, listener in enumerate(listeners)
         ]
 
@@ -50,7 +50,7 @@ def test_workers_that_are_silent_delay_nobody(stock_engine: EngineLocation, tmp_
         try:
             waiting = [holders.add(address) for address in silent[:8]]
             entry = worker_entry("good", worker)
-            good = holders.add(WorkerAddress(**entry.model_dump()))
+            good = holders.add(entry.address())
             until(good, LinkState.UP)
             # Nobody was given up before it was its turn.
             assert {holder.detail for holder in waiting} == {"not connected yet"}

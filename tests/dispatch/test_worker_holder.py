@@ -8,6 +8,7 @@ import pytest
 
 from linkcpp.dispatch.worker_holder import WorkerAddress, WorkerHolder
 from linkcpp.worker.chain import KeyedChain
+from linkcpp.worker.connection import SocketConnection
 from linkcpp.worker.frames import (
     DataType,
     ErrorCode,
@@ -29,8 +30,8 @@ class Far:
 
     def __init__(self) -> None:
         near, self._socket = socket.socketpair()
-        self.holder = WorkerHolder(0, WorkerAddress("w", "127.0.0.1", 1, "token"))
-        self.holder.socket = near
+        self.holder = WorkerHolder(0, WorkerAddress("w", "token"))
+        self.holder.link = self.holder._connection = SocketConnection(near)
 
     def answer(self, number: int, pairs: int = 4) -> None:
         rows = np.full((pairs, WIDTH), number, np.float32).data.cast("B")

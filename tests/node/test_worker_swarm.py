@@ -7,12 +7,15 @@ from typing import TypeVar
 
 from linkcpp.dispatch.control import NewWorker
 from linkcpp.engine.records import EngineLocation
+from linkcpp.link.forward import Forward
+from linkcpp.node.records import worker_target
 from tests.node.agents import running_agent
-from tests.node.links import break_path, worker_forward
+from tests.node.links import break_path, end_of
 from tests.node.test_workers import a_worker, send
 from tests.support.models import qwen3moe
 from tests.support.swarm import as_json, running_device, running_llama_server
 
+WAYS = ("through the coordinator", "direct")
 PROMPT = list(range(40, 70))
 
 _T = TypeVar("_T")
@@ -47,11 +50,21 @@ async def test_a_lost_link_changes_no_bit_and_its_worker_is_used_again(
         for name, node, experts in (("a", first, (0, 9)), ("b", second, (6, 15))):
             ranges = [(layer, *experts) for layer in range(4)]
             made = await a_worker(node, await send(node, tmp_path, *ranges))
-            forward = await worker_forward(node.client, made.worker.worker_id)
-            await forwards.enter_async_context(forward)
-            entries.append(NewWorker(name=name, port=forward.port, token=made.token))
+            relay = await Forward.open(node.client.link, worker_target(made.worker.worker_id))
+            await forwards.enter_async_context(relay)
+            # One over the link to its node, one by itself.
+            end = end_of(node.client, made, relay.port if node is first else None)
+            entries.append(NewWorker(name=name, token=made.token, link=end))
+        # On a busy machine a path is not replaced in the time after which another one is asked.
         device = await running.enter(
-            running_device(engine, qwen3moe(), entries, tmp_path, fallback_model=str(qwen3moe()))
+            running_device(
+                engine,
+                qwen3moe(),
+                entries,
+                tmp_path,
+                deadline_floor_ms=20_000.0,
+                fallback_model=str(qwen3moe()),
+            )
         )
         server = await running.enter(
             running_llama_server(
@@ -67,6 +80,8 @@ async def test_a_lost_link_changes_no_bit_and_its_worker_is_used_again(
             device.wait_until, "all(w['state'] == 'up' for w in s['workers'])"
         )
         before = {worker["name"]: worker["pair_count"] for worker in status["workers"]}
+        ways = [worker["way"] for worker in status["workers"]]
+        assert [way.startswith(kind) for way, kind in zip(ways, WAYS, strict=True)] == [True, True]
         # The session went on over another path: the device noticed nothing.
         assert status["workers"][0]["failure_count"] == 0
         assert first.client.link.status().reconnect_count == 1

@@ -1,7 +1,6 @@
 """Expert workers on a node: tokens, leases, memory, streams that outlive paths, an end."""
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -16,9 +15,11 @@ import numpy.typing as npt
 import psutil
 import pytest
 
+from linkcpp.common.errors import LinkcppError
 from linkcpp.common.paths import data_folder, state_folder
 from linkcpp.engine.process import SupervisedProcess
 from linkcpp.engine.records import EngineLocation
+from linkcpp.link.forward import Lease
 from linkcpp.model.slices.segments import merge_segments
 from linkcpp.node.agent import AgentOptions
 from linkcpp.node.client import NodeRefusedError
@@ -33,11 +34,12 @@ from linkcpp.node.records import (
     WorkerId,
     WorkerRecord,
     WorkerRequest,
+    lease_target,
 )
 from linkcpp.worker.frames import ErrorCode, FrameError
 from tests.model.test_slices import cut, flip
 from tests.node.agents import MEBIBYTE, RunningAgent, agent_process, running_agent
-from tests.node.links import break_path, worker_forward
+from tests.node.links import LINK_KEY, break_path, worker_port
 from tests.node.slices import cut_here, segments
 from tests.support.memory import peak_bytes
 from tests.support.models import qwen35moe
@@ -45,8 +47,6 @@ from tests.support.swarm import Running
 from tests.worker.test_worker import WIDTH, Peer
 
 HELD = ((0, 0, 7), (1, 0, 3))
-# What a local program sees of a stream that the node refuses.
-REFUSED = (ConnectionError, EOFError)
 ROWS = np.random.default_rng(5).standard_normal((6, WIDTH)).astype(np.float32)
 
 
@@ -67,6 +67,7 @@ def request(*slices: SliceRecord, **options: object) -> WorkerRequest:
         "device": "CPU",
         "threads": 1,
         "lease_seconds": 60.0,
+        "link_key": LINK_KEY,
         **options,
     }
     return WorkerRequest.model_validate(fields)
@@ -129,18 +130,19 @@ async def test_rows_over_a_link_are_those_of_the_worker_to_the_bit(
         assert record.memory_bytes == record.slab_bytes + WORKER_SCRATCH_BYTES
         direct = await ask(node.agent.workers.get(record.worker_id).port, made.token, experts)
         assert np.abs(direct).sum() > 0
-        async with await worker_forward(node.client, record.worker_id) as forward:
-            assert (await ask(forward.port, made.token, experts) == direct).all()
-            assert (await ask(forward.port, made.token, [1, 0], layer=1)).shape == (2, WIDTH)
-            assert forward.sent_bytes > ROWS.nbytes
-            assert forward.received_bytes > direct.nbytes
-            # As a check beside the compute link does.
-            async with await worker_forward(node.client, record.worker_id) as other:
+        for is_relayed in (False, True):
+            async with await worker_port(node.client, made, is_relayed=is_relayed) as linked:
+                assert (await ask(linked.port, made.token, experts) == direct).all()
+                assert (await ask(linked.port, made.token, [1, 0], layer=1)).shape == (2, WIDTH)
+                assert linked.forward.sent_bytes > ROWS.nbytes
+                assert linked.forward.received_bytes > direct.nbytes
+                way = linked.link.status().why or ""
+                assert way.startswith("through the coordinator" if is_relayed else "direct")
                 both = await asyncio.gather(
-                    ask(forward.port, made.token, experts), ask(other.port, made.token, experts)
+                    *(ask(linked.port, made.token, experts) for _ in range(2))
                 )
                 assert all((rows == direct).all() for rows in both)
-        await until(node, record.worker_id, lambda now: now.stream_count == 0)
+            await until(node, record.worker_id, lambda now: now.stream_count == 0)
 
 
 async def test_two_workers_of_one_node_hold_each_their_slices(
@@ -199,17 +201,16 @@ async def test_a_worker_ends_with_its_lease_and_lives_while_it_is_used_or_renewe
     held = await send(node, tmp_path, (0, 0, 1))
     made = await a_worker(node, held, lease_seconds=2.0)
     worker_id = made.worker.worker_id
-    async with await worker_forward(node.client, worker_id) as forward:
-        with await asyncio.to_thread(peer_at, forward.port, made.token):
-            await asyncio.sleep(3.0)
-            assert (await node.client.renew_worker(worker_id)).state is ServerState.READY
-        ended = await until(node, worker_id, lambda now: now.state is not ServerState.READY)
-        assert (ended.state, ended.detail) == (ServerState.STOPPED, "its lease ended")
-        with pytest.raises(REFUSED):
-            await asyncio.to_thread(peer_at, forward.port, made.token)
-        refusal = await forward.wait_refused()
+    async with await worker_port(node.client, made):
+        await asyncio.sleep(3.0)
+        assert (await node.client.renew_worker(worker_id)).state is ServerState.READY
+    ended = await until(node, worker_id, lambda now: now.state is not ServerState.READY)
+    assert (ended.state, ended.detail) == (ServerState.STOPPED, "its lease ended")
+    refusal = await Lease.open(node.client.link, lease_target(worker_id)).wait_ended()
     assert refusal.startswith("worker_stopped: ")
     assert "its lease ended" in refusal
+    with pytest.raises(LinkcppError, match="404"):
+        await worker_port(node.client, made)
 
 
 @pytest.mark.parametrize("victim", ["rpc-server", "worker"])
@@ -223,15 +224,12 @@ async def test_a_worker_that_dies_is_told_with_its_reason(
     process = node.agent.workers.get(worker_id).process
     assert process is not None
     assert process.pid is not None
-    async with await worker_forward(node.client, worker_id) as forward:
-        peer = await asyncio.to_thread(peer_at, forward.port, made.token)
+    async with await worker_port(node.client, made) as linked:
         is_server = victim == "rpc-server"
         os.kill(rpc_server_of(node, made.worker).pid if is_server else process.pid, signal.SIGKILL)
-        await until(node, worker_id, lambda now: now.state is ServerState.FAILED)
-        peer.socket.close()
-        with contextlib.suppress(*REFUSED):
-            await asyncio.to_thread(peer_at, forward.port, made.token)
-        gone = await forward.wait_refused()
+        gone = await linked.wait_ended()
+        # Its link does not wait for it to come back.
+        assert (await linked.link.wait_failed()).code == "link_lost"
     ended = await node.client.worker(worker_id)
     assert ended.state is ServerState.FAILED
     assert ended.detail
@@ -248,21 +246,21 @@ async def test_a_connection_to_a_worker_outlives_lost_paths(
     node: RunningAgent, tmp_path: Path
 ) -> None:
     made = await a_worker(node, await send(node, tmp_path, *HELD))
-    async with await worker_forward(node.client, made.worker.worker_id) as forward:
-        before = await ask(forward.port, made.token, [0, 5])
-        with await asyncio.to_thread(peer_at, forward.port, made.token) as peer:
+    async with await worker_port(node.client, made, is_relayed=True) as linked:
+        before = await ask(linked.port, made.token, [0, 5])
+        with await asyncio.to_thread(peer_at, linked.port, made.token) as peer:
             await asyncio.to_thread(peer.teach)
             for losses in (1, 2):
                 break_path(node.client.link)
                 rows = await asyncio.to_thread(peer.compute, ROWS, [0, 1], [0, 5])
                 assert (rows == before).all()
                 assert node.client.link.status().reconnect_count == losses
-        assert forward.sent_bytes > 2 * ROWS.nbytes
+                break_path(linked.link)
+                rows = await asyncio.to_thread(peer.compute, ROWS, [0, 1], [0, 5])
+                assert (rows == before).all()
+                assert linked.link.status().reconnect_count == losses
         await node.client.delete_worker(made.worker.worker_id)
-        with pytest.raises(REFUSED):
-            await asyncio.to_thread(peer_at, forward.port, made.token)
-        gone = await forward.wait_refused()
-        assert "it was stopped by its owner" in gone or "no such expert worker" in gone
+        assert "it was stopped by its owner" in await linked.wait_ended()
 
 
 async def test_an_agent_that_sleeps_for_a_while_loses_nothing(
@@ -275,14 +273,14 @@ async def test_an_agent_that_sleeps_for_a_while_loses_nothing(
         held = await client.send_slice(cut_here(tmp_path, (0, 0, 1)).path)
         made = await client.create_worker(request(held))
         await client.wait_worker(made.worker.worker_id)
-        async with await worker_forward(client, made.worker.worker_id) as forward:
-            rows = await ask(forward.port, made.token, [0, 1])
+        async with await worker_port(client, made, is_relayed=True) as linked:
+            rows = await ask(linked.port, made.token, [0, 1])
             os.kill(agent.process.pid, signal.SIGSTOP)
             break_path(client.link)
             while client.link.is_up:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             os.kill(agent.process.pid, signal.SIGCONT)
-            assert (await ask(forward.port, made.token, [0, 1]) == rows).all()
+            assert (await ask(linked.port, made.token, [0, 1]) == rows).all()
 
 
 async def test_killing_the_agent_leaves_nothing_of_its_workers(
@@ -411,13 +409,12 @@ async def test_a_slice_that_was_damaged_or_removed_is_not_used_and_can_be_sent_a
 
 async def test_a_worker_takes_only_so_many_streams(node: RunningAgent, tmp_path: Path) -> None:
     made = await a_worker(node, await send(node, tmp_path, (0, 0, 1)))
-    async with await worker_forward(node.client, made.worker.worker_id) as forward:
-        with contextlib.ExitStack() as stack:
-            for _ in range(8):
-                stack.enter_context(await asyncio.to_thread(peer_at, forward.port, made.token))
-            with pytest.raises(REFUSED):
-                await asyncio.to_thread(peer_at, forward.port, made.token)
-        assert (await forward.wait_refused()).startswith("in_use: ")
+    target = lease_target(made.worker.worker_id)
+    leases = [Lease.open(node.client.link, target) for _ in range(9)]
+    assert (await leases[-1].wait_ended()).startswith("in_use: ")
+    for lease in leases:
+        lease.close()
+    await until(node, made.worker.worker_id, lambda now: now.stream_count == 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the boot time is read off /proc/stat")

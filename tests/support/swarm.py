@@ -140,7 +140,11 @@ class Device:
 
     def status(self) -> dict[str, Any]:
         """Ask the control endpoint."""
-        answer = self.control.get("/status")
+        try:
+            answer = self.control.get("/status")
+        except httpx.ConnectError as error:
+            code, log = self.running.process.poll(), self.running.log.read_text()[-3000:]
+            raise AssertionError(f"the device is gone ({code}): {log}") from error
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.dispatch.control import NewWorker as WorkerLink
+from linkcpp.dispatch.control import NewWorker as NewHolder
 from linkcpp.launch.experts.delivery import Delivery
 from linkcpp.launch.experts.events import WorkerFound
 from linkcpp.launch.experts.member import Member
@@ -15,13 +15,15 @@ from linkcpp.launch.experts.records import WorkerPhase
 from linkcpp.launch.finding import FoundNode
 from linkcpp.launch.watch import RENEW_SECONDS, first_result
 from linkcpp.link.endpoint import LinkEndpoint
-from linkcpp.link.forward import Forward
+from linkcpp.link.forward import Forward, Lease
+from linkcpp.link.introduced import DialledEnd, new_key
 from linkcpp.node.client import NodeClient, NodeError, NodeRefusedError
 from linkcpp.node.records import (
     NewWorker,
     ServerState,
     WorkerId,
     WorkerRequest,
+    lease_target,
     worker_target,
 )
 
@@ -46,13 +48,15 @@ class RemoteMember(Member):
             delivery = Delivery(self._index, self._share, node, self._around.files, self._emit)
             slice_id = await delivery.run()
             self._move(WorkerPhase.STARTING)
+            own_key, public_key = new_key()
             request = WorkerRequest(
                 deployment=self._around.deployment,
                 slice_ids=(slice_id,),
                 device=self._share.device,
+                link_key=public_key,
             )
             async with self._worker(node.client, request) as new:
-                return await self._use(node, new)
+                return await self._use(node, new, own_key)
         finally:
             await node.client.aclose()
 
@@ -75,22 +79,29 @@ class RemoteMember(Member):
         finally:
             await _give_back(client, new.worker.worker_id)
 
-    async def _use(self, node: FoundNode, new: NewWorker) -> str:
-        worker_id = new.worker.worker_id
+    async def _use(self, node: FoundNode, new: NewWorker, own_key: str) -> str:
+        worker_id, link = new.worker.worker_id, node.client.link
         ready = await node.client.wait_worker(worker_id)
-        async with (
-            await Forward.open(node.client.link, worker_target(worker_id)) as forward,
-            self._joined(self._link(forward.port, new.token), worker_id, ready.slab_bytes),
-        ):
-            return await self._watch(node, worker_id, forward)
+        async with await Forward.open(link, worker_target(worker_id)) as forward:
+            # The program that computes links to the worker itself; over this link it does where
+            # there is no way between the two alone.
+            end = DialledEnd(
+                link_id=worker_id,
+                own_key=own_key,
+                peer_key=new.link_key,
+                direct_urls=link.direct_urls,
+                relayed_url=f"http://{forward.endpoint}",
+            )
+            holder = NewHolder(name=self._holder_name(), token=new.token, link=end)
+            async with self._joined(holder, worker_id, ready.slab_bytes):
+                return await self._watch(node, worker_id)
 
-    def _link(self, port: int, token: str) -> WorkerLink:
-        return WorkerLink(name=self._holder_name(), port=port, token=token)
-
-    async def _watch(self, node: FoundNode, worker_id: WorkerId, forward: Forward) -> str:
-        """Renew the lease; returns why the worker, or the link to it, is gone."""
+    async def _watch(self, node: FoundNode, worker_id: WorkerId) -> str:
+        """Keep the lease; returns why the worker, or the link to its node, is gone."""
+        link = node.client.link
+        lease = Lease.open(link, lease_target(worker_id))
         gone = asyncio.create_task(
-            first_result(forward.wait_refused(), self._hang(), _link_ended(node.client.link))
+            first_result(lease.wait_ended(), self._hang(), _link_ended(link))
         )
         try:
             while not gone.done():
@@ -101,6 +112,7 @@ class RemoteMember(Member):
         finally:
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
+            lease.close()
 
     async def _renew(self, node: FoundNode, worker_id: WorkerId) -> str | None:
         """Renew once; returns why the worker is gone, if it is."""
