@@ -13,6 +13,7 @@ from linkcpp.launch.experts.records import (
     WorkerPhase,
     WorkerState,
 )
+from linkcpp.link.choosing import THROUGH_COORDINATOR
 
 
 def experts_view(experts: ExpertsState) -> list[RenderableType]:
@@ -28,9 +29,9 @@ def experts_view(experts: ExpertsState) -> list[RenderableType]:
         f"  {worker.node_name}: {why}" for worker in experts.workers if (why := _why_not(worker))
     ]
     ways = [
-        f"  {worker.node_name}: {without_ids(worker.way)}"
+        f"  {worker.node_name}: {without_ids(way)}"
         for worker in experts.workers
-        if worker.way
+        if (way := _way(worker))
     ]
     differences = [Text(f"  {sentence}", "red") for sentence in experts.differences]
     return [table, *ways, *details, *differences, f"  {_summary(experts)}"]
@@ -53,6 +54,12 @@ def _cells(worker: WorkerState) -> list[str | Text]:
         f"{worker.mean_compute_ms:.2f}" if total.request_count else "-",
         str(total.failure_count),
     ]
+
+
+def _way(worker: WorkerState) -> str | None:
+    """The way of the worker's own link; over the link to its node that one's is the way."""
+    has_own = worker.link_way is not None and not worker.link_way.startswith(THROUGH_COORDINATOR)
+    return worker.link_way if has_own else worker.way
 
 
 def _state(worker: WorkerState) -> Text:

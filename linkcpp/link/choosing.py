@@ -9,6 +9,7 @@ from collections import deque
 from enum import StrEnum
 from typing import NamedTuple
 
+THROUGH_COORDINATOR = "through the coordinator"
 _LATELY = 3
 # A path is slow where its round trips grew to this multiple of its best, and by this much.
 _SLOW_FACTOR = 2.0
@@ -36,7 +37,7 @@ class Path(NamedTuple):
         if self.kind is PathKind.DIRECT:
             return "direct"
         if self.gateway_id is None:
-            return "through the coordinator"
+            return THROUGH_COORDINATOR
         if self.gateway_name is None:
             return f"relay through gateway {self.gateway_id}"
         return f"relay through {self.gateway_name} ({self.gateway_id})"

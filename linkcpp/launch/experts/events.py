@@ -187,6 +187,7 @@ def _seen(state: ExpertsState, status: DispatchStatus) -> ExpertsState:
         if seen is not None:
             changes["total"] = worker.earlier.plus(counts_of(seen))
             changes["loaded_bytes"] = seen.loaded_bytes
+            changes["link_way"] = seen.way
         workers.append(worker.model_copy(update=changes))
     fallback = status.fallback
     names = set(DispatchCounts.model_fields) & set(DispatchStatus.model_fields)

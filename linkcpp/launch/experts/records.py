@@ -49,7 +49,7 @@ class WorkerState(Record):
     of the file on the node; ``loaded_bytes`` are those of the coordinator's own experts that its
     rpc-server has. ``planned_memory_bytes`` is for the whole worker, ``resident_bytes`` what one on
     a node has of the main memory. ``transferred_bytes`` went over the network for it. ``way`` says
-    in words how a node of a hub is reached, and why so.
+    in words how its node is reached, and why so; ``link_way`` the same of the worker's own link.
     """
 
     index: int
@@ -74,6 +74,7 @@ class WorkerState(Record):
     replica_count: int = 0
     rtt_ms: float | None = None
     way: str | None = None
+    link_way: str | None = None
     is_linked: bool = False
     link: str | None = None
     link_detail: str | None = None
