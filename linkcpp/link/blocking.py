@@ -1,6 +1,9 @@
 """One stream of a link for a thread that blocks: the loop of the link runs while it waits."""
 
 import asyncio
+import select
+import selectors
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -8,6 +11,9 @@ from collections.abc import Sequence
 from linkcpp.common.closing import Closing
 from linkcpp.link.handlers import StreamPort
 from linkcpp.link.shared_loop import SharedLoop
+
+# Timers of the loop are late by at most this while a thread waits.
+_TIMERS_SECONDS = 0.05
 
 Buffer = bytes | bytearray | memoryview
 
@@ -26,13 +32,22 @@ class BlockingStream(Closing):
         self._end: str | None = None
         self._ended: asyncio.Future[None] = shared.loop.create_future()
         self._is_awaited = False
+        # What the caretaker takes from the socket no longer makes that readable: then a bell does.
+        self._bell, self._ring = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ring.setblocking(False)
+        self._is_rung = False
+        self._events = selectors.DefaultSelector()
+        for readable in (shared.fileno(), self._bell):
+            self._events.register(readable, selectors.EVENT_READ)
 
     # What the session tells.
 
     def deliver(self, data: memoryview) -> None:
         """Keep bytes of the peer: a window at most."""
-        self._received.append(data)
-        self._stop_waiting()
+        if self._end is None:
+            self._received.append(data)
+            self._stop_waiting()
 
     def finish(self) -> None:
         """The peer sends no more."""
@@ -54,7 +69,7 @@ class BlockingStream(Closing):
 
     def fileno(self) -> int:
         """What ``poll`` can wait for: readable when there may be something to read."""
-        return self._shared.fileno()
+        return self._events.fileno()
 
     @property
     def is_sending(self) -> bool:
@@ -69,7 +84,8 @@ class BlockingStream(Closing):
         """
         with self._shared.turn():
             self._check_open()
-            self._port.write(b"".join(parts))
+            data = b"".join(parts)
+            self._shared.act(lambda: self._port.write(data))
 
     def flush(self) -> None:
         """Send what waits, as far as the system takes it.
@@ -118,10 +134,16 @@ class BlockingStream(Closing):
         """End the stream; also fine when it is over."""
         with self._shared.turn():
             if self._end is None:
-                self._port.abort()
+                self._shared.act(self._port.abort)
                 self._over("the connection was closed")
+            self._events.close()
+            self._bell.close()
+            self._ring.close()
 
     def _take(self, buffer: memoryview) -> int:
+        if self._is_rung:
+            self._is_rung = False
+            self._bell.recv(1)
         count = 0
         while self._received and count < len(buffer):
             data = self._received.popleft()
@@ -130,14 +152,27 @@ class BlockingStream(Closing):
             count += size
             if size < len(data):
                 self._received.appendleft(data[size:])
-        self._port.taken(count)
+        self._shared.act(lambda: self._port.taken(count))
         return count
 
     def _run_until(self, deadline: float) -> None:
-        """Run the loop until something happens here, a turn is wanted, or time is over."""
+        """Wait until something happens here, a turn is wanted, or time is over."""
+        read_now = self._port.read_now
+        if self._shared.act(read_now) and (self._received or self._end is not None):
+            return
         left = deadline - time.monotonic()
         if left <= 0:
             self._shared.step()
+            return
+        descriptor = self._port.descriptor
+        if descriptor is not None:
+            # The event loop takes several times as long to tell that its one socket is readable.
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            poll.register(self._shared.fileno(), select.POLLIN)
+            poll.poll(min(left, _TIMERS_SECONDS) * 1000)
+            if not (self._shared.act(read_now) and self._received):
+                self._shared.step()
             return
         self._is_awaited = True
         self._shared.run_until_stopped(left)
@@ -153,6 +188,9 @@ class BlockingStream(Closing):
     def _stop_waiting(self) -> None:
         if self._is_awaited:
             self._shared.loop.stop()
+        elif self._shared.is_cared_for and not self._is_rung:
+            self._is_rung = True
+            self._ring.send(b"!")
 
     def _check_open(self) -> None:
         if self._end is not None:

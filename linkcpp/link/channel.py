@@ -104,6 +104,15 @@ class SecureChannel:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await asyncio.shield(self.ended)
 
+    @property
+    def descriptor(self) -> int | None:
+        """The transport's; see ``Transport.descriptor``."""
+        return self._transport.descriptor
+
+    def read_now(self) -> bool:
+        """Take what the transport has; see ``Transport.read_now``."""
+        return self._transport.read_now()
+
     def leave(self) -> None:
         """Carry no session any more; what still arrives of it is dropped."""
         self._traffic = None

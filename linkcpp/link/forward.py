@@ -185,6 +185,11 @@ class _CountedPort:
         self.finish = port.finish
         self.abort = port.abort
         self.taken = port.taken
+        self.read_now = port.read_now
+
+    @property
+    def descriptor(self) -> int | None:
+        return self._port.descriptor
 
     def write(self, data: bytes) -> None:
         self._forward.count(sent_bytes=len(data))

@@ -32,6 +32,15 @@ class StreamPort(Protocol):
         """Tell that bytes of the peer were passed on: the peer may send as many more."""
         ...
 
+    @property
+    def descriptor(self) -> int | None:
+        """What ``poll`` can wait for, and ``read_now`` then reads; it changes with the path."""
+        ...
+
+    def read_now(self) -> bool:
+        """Take what came, without the event loop; tell whether there was anything."""
+        ...
+
 
 class StreamHandler(Protocol):
     """What this end does with a stream; the session calls all but ``run``, and they are short."""

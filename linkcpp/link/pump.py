@@ -182,5 +182,14 @@ class _Port:
         self._pump.wake()
 
     def taken(self, size_bytes: int) -> None:
-        self._streams.taken(self._stream, size_bytes)
-        self._pump.wake()
+        if self._streams.taken(self._stream, size_bytes):
+            self._pump.wake()
+
+    @property
+    def descriptor(self) -> int | None:
+        channel = self._pump.channel
+        return channel.descriptor if channel is not None else None
+
+    def read_now(self) -> bool:
+        channel = self._pump.channel
+        return channel is not None and channel.read_now()

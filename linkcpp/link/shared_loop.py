@@ -11,7 +11,7 @@ import contextlib
 import selectors
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from linkcpp.common.closing import Closing
@@ -31,10 +31,13 @@ class SharedLoop(Closing):
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self.loop = asyncio.SelectorEventLoop(self._selector)
+        self._have_turn = self._Turn(self)
         self._turn = threading.Lock()
         self._line = threading.Lock()
         self._used_at = time.monotonic()
         self._is_closed = False
+        # Whether the caretaker runs it now, and no user sees what happens.
+        self.is_cared_for = False
         self._caretaker = threading.Thread(target=self._care, daemon=True)
         self._caretaker.start()
 
@@ -42,26 +45,41 @@ class SharedLoop(Closing):
         """What ``poll`` can wait for: readable when the loop has something to do."""
         return self._selector.fileno()
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[asyncio.AbstractEventLoop]:
-        """Have the loop for oneself; it runs only when its ``run_…`` is called."""
-        self._used_at = time.monotonic()
-        if self._line.locked() or not self._turn.acquire(blocking=False):
-            # In line: whoever has the turn gives it to the first one who waits, and not to itself.
-            with self._line:
-                with contextlib.suppress(RuntimeError):  # closed meanwhile
-                    self.loop.call_soon_threadsafe(self.loop.stop)
-                self._turn.acquire()
-        try:
-            yield self.loop
-        finally:
-            self._used_at = time.monotonic()
-            self._turn.release()
+    def turn(self) -> "SharedLoop._Turn":
+        """Have the loop for oneself, with ``with``; it runs only when its ``run_…`` is called."""
+        return self._have_turn
+
+    class _Turn:
+        def __init__(self, shared: "SharedLoop") -> None:
+            self._shared = shared
+
+        def __enter__(self) -> asyncio.AbstractEventLoop:
+            shared = self._shared
+            shared._used_at = time.monotonic()
+            if shared._line.locked() or not shared._turn.acquire(blocking=False):
+                # In line: whoever has the turn gives it to the first who waits, not to itself.
+                with shared._line:
+                    with contextlib.suppress(RuntimeError):  # closed meanwhile
+                        shared.loop.call_soon_threadsafe(shared.loop.stop)
+                    shared._turn.acquire()
+            return shared.loop
+
+        def __exit__(self, *_: object) -> None:
+            self._shared._turn.release()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end; raises what it raises."""
         with self.turn() as loop:
             return self._finish(loop.create_task(work))
+
+    def act(self, work: Callable[[], T]) -> T:
+        """Call what belongs into the loop without running it; inside ``turn``."""
+        # What it makes, tasks and timers, finds its loop by this; the loop does the same.
+        asyncio._set_running_loop(self.loop)
+        try:
+            return work()
+        finally:
+            asyncio._set_running_loop(None)
 
     def step(self) -> None:
         """Do what there is to do now; inside ``turn``."""
@@ -103,11 +121,13 @@ class SharedLoop(Closing):
             try:
                 if self._is_closed:
                     return
+                self.is_cared_for = True
                 if is_used or self._line.locked():
                     self.step()
                 else:  # until a turn is wanted
                     self.loop.run_forever()
             finally:
+                self.is_cared_for = False
                 self._turn.release()
 
 

@@ -154,19 +154,22 @@ class Multiplexer:
         if self._streams.pop(stream, None) is not None:
             self._reset(stream, code, reason)
 
-    def taken(self, stream: int, size_bytes: int) -> None:
-        """The reader has taken bytes: the peer may send as many more."""
+    def taken(self, stream: int, size_bytes: int) -> bool:
+        """The reader has taken bytes: the peer may send as many more. Tells whether it is told."""
         known = self._streams.get(stream)
         if known is None:
-            return
+            return False
         known.untaken_bytes -= size_bytes
         known.ungranted_bytes += size_bytes
         if known.has_received_fin:
             self._drop_if_over(stream, known)
-        elif known.ungranted_bytes >= self._limits.window_bytes // 4:
-            credit, known.ungranted_bytes = known.ungranted_bytes, 0
-            known.allowance_bytes += credit
-            self._say(Frame(_NUMBER.pack(FrameType.WINDOW, stream, credit), b""))
+            return False
+        if known.ungranted_bytes < self._limits.window_bytes // 4:
+            return False
+        credit, known.ungranted_bytes = known.ungranted_bytes, 0
+        known.allowance_bytes += credit
+        self._say(Frame(_NUMBER.pack(FrameType.WINDOW, stream, credit), b""))
+        return True
 
     def next_frame(self) -> Frame | None:
         """Return the frame whose turn it is, or ``None`` where nothing can be sent."""

@@ -5,6 +5,7 @@ A transport keeps message borders and order, and is trusted with nothing else.
 
 import asyncio
 import contextlib
+import os
 from collections import deque
 from http import HTTPStatus
 from typing import Protocol, cast
@@ -28,6 +29,7 @@ from linkcpp.registry.trust import tls_context
 # One chunk at most waits in this process behind what the kernel holds.
 _WRITE_LIMIT_BYTES = 16 * 1024
 _MAX_QUEUED_MESSAGES = 16
+_READ_BYTES = 256 * 1024
 _CLOSE_SECONDS = 1.0
 # RFC 6455, section 5.5.1: what a close frame can hold besides its code.
 _MAX_REASON_BYTES = 123
@@ -83,6 +85,15 @@ class Transport(Protocol):
         """Send a message; dropped where the connection is gone."""
         ...
 
+    @property
+    def descriptor(self) -> int | None:
+        """What ``poll`` can wait for, and ``read_now`` then reads; ``None`` where there is none."""
+        ...
+
+    def read_now(self) -> bool:
+        """Take what the system has, without the event loop; tell whether there was anything."""
+        ...
+
     async def close(self, code: int = 1000, reason: str = "") -> None:
         """End the connection; also fine when it is gone."""
         ...
@@ -106,6 +117,7 @@ class WebSocketTransport(asyncio.Protocol):
         self._lost: TransportLostError | None = None
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_full = False
+        self.descriptor: int | None = None
 
     @classmethod
     def accepted(cls) -> "WebSocketTransport":
@@ -155,6 +167,9 @@ class WebSocketTransport(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_LIMIT_BYTES)
         tune_transport(transport)
+        raw = transport.get_extra_info("socket")
+        if raw is not None and transport.get_extra_info("ssl_object") is None:
+            self.descriptor = raw.fileno()
         if self._transport.is_closing():
             self._lose(TransportLostError("the connection was lost"))
 
@@ -180,6 +195,7 @@ class WebSocketTransport(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
+        self.descriptor = None
         self._lose(TransportLostError("the connection was lost"))
         if not self._gone.done():
             self._gone.set_result(None)
@@ -225,6 +241,18 @@ class WebSocketTransport(asyncio.Protocol):
         with contextlib.suppress(InvalidState):
             self._websocket.send_binary(message)
             self._write_all()
+
+    def read_now(self) -> bool:
+        """Take what the system has; its end and its errors are left to the event loop."""
+        if self.descriptor is None:
+            return False
+        try:
+            data = os.read(self.descriptor, _READ_BYTES)
+        except OSError:
+            return False
+        if data:
+            self.data_received(data)
+        return bool(data)
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
         """Say why, and wait a moment for the peer to do the same."""

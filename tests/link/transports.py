@@ -36,6 +36,7 @@ class MemoryTransport:
     """One end; what it sends goes through ``meddler``."""
 
     is_full = False
+    descriptor = None
 
     def __init__(self, inbox: asyncio.Queue[bytes | None], outbox: asyncio.Queue[bytes | None]):
         self._inbox = inbox
@@ -65,6 +66,9 @@ class MemoryTransport:
                 receiver.received(await self.receive())
         except TransportLostError as error:
             receiver.lost(error)
+
+    def read_now(self) -> bool:
+        return False
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
         if self.closed is None:
