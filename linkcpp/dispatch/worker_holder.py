@@ -3,6 +3,7 @@
 import functools
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -211,7 +212,8 @@ class WorkerHolder(Holder):
     def _close_link(self) -> None:
         link, self._program_link = self._program_link, None
         if link is not None:
-            link.close()
+            # It says goodbye and waits for that, and tokens wait for whoever closes a holder.
+            threading.Thread(target=link.close, daemon=True).start()
 
 
 def _number_of(chain: KeyedChain) -> int:

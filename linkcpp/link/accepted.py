@@ -108,7 +108,11 @@ class AcceptedLink:
     async def use(self, transport: Transport, agreed: Agreed, path: str) -> None:
         """Use a transport over which hands were shaken, until it ends."""
         channel = SecureChannel(
-            transport, agreed, path=path, on_attach=self._attach, on_goodbye=self._on_goodbye
+            transport,
+            agreed,
+            path=path,
+            on_attach=self._attach,
+            on_goodbye=lambda: self._said_goodbye(channel),
         )
         self._channels.append(channel)
         for older in [known for known in self._channels if known is not self._active][
@@ -136,6 +140,11 @@ class AcceptedLink:
         if self._pump is not None:
             await self._pump.aclose()
         await asyncio.gather(*self._dials.values(), *self._closing, return_exceptions=True)
+
+    def _said_goodbye(self, channel: SecureChannel) -> None:
+        # A peer that began anew says it late of what it had before.
+        if channel is self._active:
+            self._on_goodbye()
 
     @property
     def _active(self) -> SecureChannel | None:
