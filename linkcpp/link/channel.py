@@ -27,6 +27,9 @@ _ATTACH = struct.Struct("<BQ")
 _PING = struct.Struct("<B8s")
 _MAX_PONGS_WAITING = 64
 _CLOSE_SECONDS = 2.0
+# A key should not seal much more (RFC 8446, section 5.5, has some 400 GB in records of 16 KiB): the
+# session goes on over a new path with new keys.
+MAX_SEALED_BYTES = 64 * 2**30
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +78,7 @@ class SecureChannel:
         self._traffic: Traffic | None = None
         self._control: deque[bytes] = deque()
         self._sending, self._receiving = agreed.keys.sending, agreed.keys.receiving
+        self._sealed_bytes = 0
         self._is_busy = False
         self._closing: asyncio.Task[None] | None = None
         self._pings: dict[bytes, tuple[float, asyncio.Future[float]]] = {}
@@ -183,6 +187,9 @@ class SecureChannel:
                 if record is None:
                     break
                 self._transport.send(self._sending.encrypt(record))
+                self._sealed_bytes += len(record)
+                if self._sealed_bytes > MAX_SEALED_BYTES:
+                    self._fail(1000, "its key has sealed enough")
         except Exception:
             _log.exception("a channel ended by an internal error")
             self._fail(1011, "internal error")

@@ -117,6 +117,18 @@ async def test_a_path_that_is_cut_is_replaced_and_no_byte_is_lost(node: Node) ->
         assert link.peer == NODE
 
 
+async def test_keys_that_have_sealed_enough_are_replaced_and_no_byte_is_lost(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linkcpp.link.channel.MAX_SEALED_BYTES", MEBIBYTE)
+    async with member(node) as link:
+        data = os.urandom(8 * MEBIBYTE)
+        async with asyncio.timeout(60):
+            assert await exchange(link.connect(TARGET), data) == data
+        assert link.status().reconnect_count >= 7
+        assert node.echo.connection_count == 1
+
+
 async def test_a_goodbye_ends_the_link_at_the_other_end_at_once(node: Node) -> None:
     async with member(node) as link:
         _, writer = link.connect(TARGET)
