@@ -49,7 +49,7 @@ def config(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Show, explain and check the settings of this machine.
+    """Show, explain and check this machine's settings.
 
     They are in config.toml, which you write yourself; each key may be omitted. Ends with exit code
     2 where the file cannot be used as it is.

@@ -45,10 +45,10 @@ def discover(
         typer.Option("--node", help="Ask this address too, such as 10.0.0.5; may be repeated."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0.1, max=600, help="How many seconds to listen to mDNS.")
+        float, typer.Option(min=0.1, max=600, help="Seconds to listen to mDNS.")
     ] = DISCOVER_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Search again and again.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep searching until Ctrl-C.")] = False,
     no_mdns: Annotated[
         bool, typer.Option("--no-mdns", help="Ask only the addresses that are named.")
     ] = False,
@@ -57,9 +57,9 @@ def discover(
         typer.Option("--hub", help="Ask this hub too, which this machine joined; may be repeated."),
     ] = None,
 ) -> None:
-    """Find nodes: by mDNS, by --node and --hub, and by `nodes` in config.toml.
+    """Find nodes by mDNS, --node, --hub, and `nodes` in config.toml.
 
-    Exit code 1 where a hub that was named cannot be asked; to find no node is not an error.
+    Exit code 1 if a hub that you named does not answer. Finding no nodes is not an error.
     """
     engine, remarks = _engine()
     search = _Search(engine, node or [], hub or [], timeout, use_mdns=not no_mdns)

@@ -61,7 +61,7 @@ def gateway(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
     ] = DEFAULT_GATEWAY_PORT,
     name: Annotated[
         str | None, typer.Option(help="Name to show; default: the earlier one, or the host name.")
@@ -73,7 +73,7 @@ def gateway(
         bool, typer.Option("--systemd-unit", help="Print a systemd unit that runs this, and end.")
     ] = False,
 ) -> None:
-    """Relay for a hub: the two sides of an edge dial this port, and what passes is opaque.
+    """Relay between machines of a hub that can only dial out; it cannot read what it carries.
 
     It listens on loopback, for a proxy with a certificate in front of it; docs/operations.md shows
     one. The log is on stderr, one JSON object a line.

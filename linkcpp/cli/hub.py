@@ -49,7 +49,7 @@ def hub(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
     ] = DEFAULT_HUB_PORT,
     gateway: Annotated[
         bool, typer.Option("--gateway", help="Relay between machines too, on the same port.")

@@ -73,13 +73,13 @@ def join(
         str | None, typer.Option(help="Name to show; default: the earlier one, or the host name.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="The most that this machine gives, like 6GB.")
+        str | None, typer.Option(help="Most memory that this machine gives, such as 6GB.")
     ] = None,
     slices: Annotated[
         str | None, typer.Option(help="The most disk space for slices, like 20GB; 0: none.")
     ] = None,
     device: Annotated[
-        list[str] | None, typer.Option(help="Offer only this device; may be given several times.")
+        list[str] | None, typer.Option(help="Offer only this device; may be repeated.")
     ] = None,
     threads: Annotated[
         int | None,
@@ -109,19 +109,19 @@ def join(
         bool, typer.Option("--plain", help="Allow a hub without TLS beyond loopback. Not safe.")
     ] = False,
     forget: Annotated[
-        bool, typer.Option("--forget", help="Forget the options that were given before.")
+        bool, typer.Option("--forget", help="Forget the options given before.")
     ] = False,
     log_format: LogFormatOption = LogFormat.PLAIN,
     unit: Annotated[
         bool, typer.Option("--systemd-unit", help="Print a systemd unit that runs this, and end.")
     ] = False,
 ) -> None:
-    """Join a hub; a node then serves what it is asked to, until Ctrl-C, and needs no open port.
+    """Join a hub. A node then serves it until Ctrl-C, and needs no open port.
 
     Where machines can reach each other directly they do; else the hub's gateway relays what only
     the two can read.
 
-    The options of a node are remembered: the next time `linkcpp join URL` does. --forget begins
+    The options of a node are remembered: next time `linkcpp join URL` is enough. --forget begins
     with the defaults again.
     """
     if unit:

@@ -48,7 +48,8 @@ def launch(
     *,
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan of `linkcpp plan`.")],
     model: Annotated[
-        str | None, typer.Option("--model", help="The GGUF, if not where it was planned.")
+        str | None,
+        typer.Option("--model", help="The GGUF file, if it is not where it was planned."),
     ] = None,
     name: Annotated[
         str | None, typer.Option("--name", help="The deployment's name; default: the model's.")
@@ -57,19 +58,19 @@ def launch(
         str, typer.Option("--host", help="Where the API listens; beyond loopback it needs a key.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="The API's port; 0: any free one.")
+        int, typer.Option("--port", min=0, max=65535, help="The API's port; 0 picks a free one.")
     ] = 8080,
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", help="A file with API keys, one a line.")
+        Path | None, typer.Option("--api-key-file", help="File with API keys, one per line.")
     ] = None,
     node: Annotated[
-        list[str] | None, typer.Option("--node", help="Another address to find the nodes at.")
+        list[str] | None, typer.Option("--node", help="Another address to look for nodes at.")
     ] = None,
     no_mdns: Annotated[
         bool, typer.Option("--no-mdns", help="Do not look for nodes on the local network.")
     ] = False,
     templates: Annotated[
-        str | None, typer.Option("--templates", help="Folder of own templates.")
+        str | None, typer.Option("--templates", help="Folder with your own templates.")
     ] = None,
     fallback_memory: Annotated[
         str | None,
@@ -101,7 +102,7 @@ def launch(
         bool,
         typer.Option(
             "--foreground",
-            help="Stay attached and wait for what is missing, as a service manager wants it.",
+            help="Stay attached and wait for what is missing, as service managers expect.",
         ),
     ] = False,
     dry_run: Annotated[
@@ -113,7 +114,7 @@ def launch(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Start what a plan says, prove that it is so, and print the URL of the API."""
+    """Start what a plan describes, check that it is so, and print the API's URL."""
     refuse_together({"--foreground": foreground, "--dry-run": dry_run})
     refuse_together({"--foreground": foreground, "--json": as_json})
     refuse_together({"--systemd-unit": unit, "--dry-run": dry_run})

@@ -36,14 +36,14 @@ def node(
         typer.Option(help="Address to listen on; all interfaces, IPv4 and IPv6, if not given."),
     ] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
     ] = DEFAULT_AGENT_PORT,
     name: Annotated[str | None, typer.Option(help="Name to show; default: the host name.")] = None,
     memory: Annotated[
         str | None,
         typer.Option(
-            help="The most that this machine gives, like 6GB. What the agent takes for itself, "
-            "100 MB, and an rpc-server, about 90 MB for each deployment, comes out of it."
+            help="Most memory that this machine gives, such as 6GB. The agent itself, 100 MB, "
+            "and an rpc-server, about 90 MB for each deployment, come out of it."
         ),
     ] = None,
     slices: Annotated[
@@ -59,7 +59,7 @@ def node(
         ),
     ] = None,
     device: Annotated[
-        list[str] | None, typer.Option(help="Offer only this device; may be given several times.")
+        list[str] | None, typer.Option(help="Offer only this device; may be repeated.")
     ] = None,
     engine: Annotated[
         Path | None, typer.Option(help="Folder of the llama.cpp programs to use.")

@@ -51,36 +51,41 @@ def plan(
     ],
     mode: Annotated[PlanMode, typer.Option(help="How to spread the model.")] = PlanMode.AUTO,
     context: Annotated[
-        int, typer.Option("--context", "-c", min=1, max=2**24, help="Tokens a sequence can have.")
+        int,
+        typer.Option(
+            "--context", "-c", min=1, max=2**24, help="Context size of a sequence, in tokens."
+        ),
     ] = 4096,
     parallel: Annotated[
-        int, typer.Option(min=1, max=256, help="Sequences that are served at the same time.")
+        int, typer.Option(min=1, max=256, help="Sequences served at the same time.")
     ] = 1,
     cache_type_k: Annotated[CacheType, typer.Option(help="Type of the K cache.")] = CacheType.F16,
     cache_type_v: Annotated[CacheType, typer.Option(help="Type of the V cache.")] = CacheType.F16,
     batch: Annotated[int, typer.Option(min=32, max=2**20, help="Logical batch (-b).")] = 2048,
     ubatch: Annotated[int, typer.Option(min=32, max=2**16, help="Micro-batch (-ub).")] = 512,
     memory: Annotated[
-        str | None, typer.Option(help="The most RAM that the coordinator may use, such as 12GB.")
+        str | None, typer.Option(help="Most RAM that the coordinator may use, such as 12GB.")
     ] = None,
     reserve: Annotated[
         str | None,
-        typer.Option(help="What to leave free on every device; default 5 %, at most 512 MiB."),
+        typer.Option(help="Memory to leave free on every device; default 5 %, at most 512 MiB."),
     ] = None,
     min_nodes: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MAX_DEVICES,
-            help="Spread layers over at least so many devices of nodes (mode layers).",
+            help="Use at least this many devices of nodes (mode layers).",
         ),
     ] = None,
     replicas: Annotated[
-        int, typer.Option(min=1, max=16, help="Holders that each expert should have.")
+        int, typer.Option(min=1, max=16, help="How many machines should hold each expert.")
     ] = 1,
     hot: Annotated[
         Path | None,
-        typer.Option(help="Recorded routing counts: often chosen experts go to near holders."),
+        typer.Option(
+            help="Recorded routing counts, so that often chosen experts go to near machines."
+        ),
     ] = None,
     repack: Annotated[
         bool, typer.Option("--repack", help="Faster on some CPUs, but not the same bits.")

@@ -71,7 +71,7 @@ def slice_model(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Copy chosen experts of a model into a GGUF file, by byte ranges and verified.
+    """Copy selected experts of a model into a GGUF file, by byte ranges, verified.
 
     From a URL only the header and the wanted bytes are fetched. After an interruption the same
     command goes on where it stopped.

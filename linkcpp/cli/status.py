@@ -51,7 +51,7 @@ def status(
         typer.Argument(help="A deployment, or its plan file (JSON: one object)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep on showing until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl-C.")] = False,
     every: Annotated[
         bool, typer.Option("--all", help="Show deployments that have ended as well.")
     ] = False,
@@ -67,7 +67,7 @@ def status(
         ),
     ] = None,
 ) -> None:
-    """Show what runs, where it runs, and whether it still does."""
+    """Show what runs, where, and whether it still works."""
     refuse_together({"--watch": watch, "--json": as_json})
     refuse_together({"--routing-counts": routing_counts, "--watch": watch, "--metrics": metrics})
     if routing_counts is not None:

@@ -30,7 +30,7 @@ def stop(
     every: Annotated[bool, typer.Option("--all", help="Stop all deployments.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Stop a deployment and wait until nothing of it is left, here and on its nodes."""
+    """Stop a deployment completely, here and on its nodes."""
     if every and name is not None:
         raise LinkcppError("Give a name or --all, not both.")
     folders = all_deployments() if every else [find_deployment(name)]

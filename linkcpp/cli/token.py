@@ -18,7 +18,7 @@ _HOW_TO_SHARE = (
     "A node that waits for the token goes on by itself."
 )
 
-app = verb(help="Show, make or take over the cluster token.")
+app = verb(help="Show, create or set the cluster token.")
 
 
 @app.callback(invoke_without_command=True)

@@ -50,7 +50,7 @@ def verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare a running deployment with the whole model; exit code 1 where they differ."""
+    """Compare a running deployment with the whole model; exit code 1 if they differ."""
     options = VerifyOptions(
         prompts=load_prompts(prompts), token_count=tokens, expert_count=experts, model=model
     )

@@ -56,7 +56,7 @@ def worker(
         typer.Option(help="File with the token that peers must show; made if it is not there."),
     ] = None,
 ) -> None:
-    """Load experts into an rpc-server of its own and answer compute frames.
+    """Serve experts: load them into an rpc-server and answer compute frames.
 
     It listens on this machine's loopback only; `linkcpp node` runs workers for other machines.
     """
