@@ -205,7 +205,8 @@ def build_control(
 ) -> FastAPI:
     """Make the HTTP application: GET /status, POST /workers, POST /servers, DELETE /workers/NAME.
 
-    POST /workers/NAME/check compares rows of a worker with a reference. GET /routing-counts tells
+    PUT /workers/NAME/link tells of other ways to a worker. POST /workers/NAME/check compares rows of
+    a worker with a reference. GET /routing-counts tells
     how often each expert was chosen, as ``linkcpp plan --hot`` reads it.
     """
 
@@ -232,6 +233,10 @@ def build_control(
     @app.post("/workers")
     def add(worker: NewWorker) -> WorkerStatus:
         return worker_status(swarm.holders.add(worker.address()))
+
+    @app.put("/workers/{name}/link")
+    def change_link(name: str, link: DialledEnd) -> None:
+        swarm.holders.change_link(name, link)
 
     @app.post("/servers")
     def add_server(server: NewServer) -> WorkerStatus:

@@ -17,6 +17,8 @@ from typing import Protocol
 from linkcpp.common.errors import LinkcppError
 from linkcpp.dispatch.checks import RowCheck, Trial
 from linkcpp.dispatch.holder import FIRST_RETRY_SECONDS, Holder, LinkState
+from linkcpp.dispatch.worker_holder import WorkerHolder
+from linkcpp.link.introduced import DialledEnd
 from linkcpp.worker.chain import Chain
 from linkcpp.worker.frames import FrameError
 
@@ -100,6 +102,14 @@ class Holders:
             self._holders[holder.number] = holder
         self._wake.set()
         return holder
+
+    def change_link(self, name: str, link: DialledEnd) -> None:
+        """Take other ways to a worker from now on; fine where it is gone."""
+        with self._lock:
+            named = [holder for holder in self._holders.values() if holder.name == name]
+        for holder in named:
+            if isinstance(holder, WorkerHolder):
+                holder.change_link(link)
 
     def remove(self, name: str) -> None:
         """Do without a worker from now on.

@@ -196,6 +196,13 @@ class WorkerHolder(Holder):
             )
         return payload
 
+    def change_link(self, link: DialledEnd) -> None:
+        """Take other ways to the same worker; from any thread."""
+        self._address = self._address._replace(link=link)
+        program_link = self._program_link
+        if program_link is not None:
+            program_link.update(link)
+
     def way(self) -> str | None:
         """Say which way the link to it takes; see ``Holder.way``."""
         status = self._program_link.status() if self._program_link is not None else None

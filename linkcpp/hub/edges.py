@@ -35,9 +35,10 @@ from linkcpp.registry.tickets import EDGE_TICKET_SECONDS, EdgeClaims, sign_edge_
 # An edge of which neither a gateway nor its node told anything for so long is closed.
 UNSEEN_SECONDS = 15 * 60.0
 _MAX_EDGES_PER_MACHINE = 256
-# So that one coordinator does not take all that a node may have. An edge of which nobody told for
+# A link for each machine and for each program that has its own. So that one coordinator does not
+# take all that a node may have. An edge of which nobody told for
 # longer than a few heartbeats does not count: its coordinator was killed.
-_MAX_EDGES_PER_PAIR = 8
+_MAX_EDGES_PER_PAIR = 64
 _TOLD_LATELY_SECONDS = 60.0
 _CREATIONS_AT_ONCE = 128
 _SECONDS_PER_CREATION = 1.0

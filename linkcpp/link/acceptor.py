@@ -78,6 +78,16 @@ class HubIntroduction(NamedTuple):
     clock: Callable[[], float] = time.time
 
 
+class HandedEdge(NamedTuple):
+    """An edge of a program: with which machine, and how the program is told of offers.
+
+    ``tell`` raises OSError where the program has ended.
+    """
+
+    peer_node_id: str
+    tell: Callable[[EdgeOffer], None]
+
+
 class LinkAcceptor:
     """Takes part in links to this machine; ``serve`` says what their streams lead to.
 
@@ -106,6 +116,8 @@ class LinkAcceptor:
         self._limits = limits or LinkLimits()
         self._times = times or LinkTimes()
         self._links: dict[str, AcceptedLink] = {}
+        # Edges that a program takes part in by itself, and how it is told of offers.
+        self._handed: dict[str, HandedEdge] = {}
         # Links whose first handshake is going on.
         self._met: dict[str, AcceptedLink] = {}
         self._offered = asyncio.Condition()
@@ -118,7 +130,8 @@ class LinkAcceptor:
     @property
     def edge_ids(self) -> tuple[str, ...]:
         """All links that a hub introduced."""
-        return tuple(link_id for link_id, link in self._links.items() if link.offer is not None)
+        own = (link_id for link_id, link in self._links.items() if link.offer is not None)
+        return (*own, *self._handed)
 
     def status(self) -> tuple[AcceptedStatus, ...]:
         """Tell what every link does now."""
@@ -143,6 +156,9 @@ class LinkAcceptor:
             LinkcppError: the coordinator is not the one it was, or there are too many links.
         """
         known_peer = self._known_peer(offer)
+        if (handed := self._handed.get(offer.edge_id)) is not None:
+            self._pass_on(handed, offer)
+            return
         async with self._offered:
             if self._is_closed:
                 raise LinkcppError("This node's agent stops.")
@@ -159,8 +175,31 @@ class LinkAcceptor:
             known.renew(offer)
             self._offered.notify_all()
 
+    async def hand_over(self, edge_id: str, handed: HandedEdge) -> None:
+        """Let a program take part in an edge, whose offer may have come or not.
+
+        Raises:
+            LinkcppError: there are too many.
+        """
+        if len(self._handed) >= MAX_LINKS:
+            raise LinkcppError(f"This node has {MAX_LINKS} links of programs already.")
+        self._handed[edge_id] = handed
+        link = self._links.get(edge_id)
+        if link is not None and link.offer is not None:
+            self._pass_on(handed, link.offer)
+            del self._links[edge_id]
+            await link.aclose(1000, "a program takes part in this edge")
+
+    def _pass_on(self, handed: HandedEdge, offer: EdgeOffer) -> None:
+        try:
+            if offer.peer_node_id == handed.peer_node_id:
+                handed.tell(offer)
+        except OSError:  # the program has ended
+            self._handed.pop(offer.edge_id, None)
+
     async def close_link(self, link_id: str, reason: str = "the link was closed") -> None:
         """End a link at once; fine when there is none."""
+        self._handed.pop(link_id, None)
         link = self._links.pop(link_id, None)
         if link is not None:
             await link.aclose(RelayCloseCode.REVOKED, reason)

@@ -1,7 +1,7 @@
 """How the end of a link that dials opens paths: one, or all that there are at the same time."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from linkcpp.link.channel import SecureChannel
@@ -13,36 +13,39 @@ from linkcpp.link.transport import Transport, TransportLostError, WebSocketTrans
 from linkcpp.registry.relay import DIRECT_PATH, PAIRED
 from linkcpp.registry.trust import websocket_url
 
+_LATER = 8
+
 
 class Way(NamedTuple):
-    """An address to dial, and what path that is."""
+    """An address to dial, what path that is, and the first message there."""
 
     path: Path
     url: str
+    hello: bytes
 
 
 class Ways(NamedTuple):
-    """How the peer may be reached now, and the first message at each address.
+    """How the peer may be reached now: the best first, and ``last`` what else is left.
 
     The gateway is named also where there is no way to it that may be used.
     """
 
     direct: tuple[Way, ...]
-    relay: tuple[Way, ...]
-    hello: bytes
+    relay: tuple[Way, ...] = ()
+    last: tuple[Way, ...] = ()
     gateway_id: str | None = None
     gateway_name: str | None = None
 
 
-def direct_ways(urls: Iterable[str]) -> tuple[Way, ...]:
+def direct_ways(urls: Iterable[str], hello: bytes, path: str = DIRECT_PATH) -> tuple[Way, ...]:
     """Return the ways to the addresses of the peer itself (HTTP or WebSocket ones)."""
-    path = Path(PathKind.DIRECT)
-    dialled = (websocket_url(url.removesuffix(DIRECT_PATH), DIRECT_PATH) for url in urls)
-    return tuple(Way(path, url) for url in dialled)
+    kind = Path(PathKind.DIRECT)
+    dialled = (websocket_url(url.removesuffix(DIRECT_PATH), path) for url in urls)
+    return tuple(Way(kind, url, hello) for url in dialled)
 
 
 async def open_channel(
-    way: Way, hello: bytes, introduction: Introduction, resume: Resume, times: LinkTimes
+    way: Way, introduction: Introduction, resume: Resume, times: LinkTimes
 ) -> SecureChannel:
     """Open one path, up to the end of the handshake.
 
@@ -52,7 +55,7 @@ async def open_channel(
     is_relay = way.path.kind is PathKind.RELAY
     transport = await dial_paired(
         way.url,
-        hello,
+        way.hello,
         dial_seconds=times.dial,
         pairing_seconds=times.pairing if is_relay else HANDSHAKE_SECONDS,
     )
@@ -100,39 +103,42 @@ class Reached(NamedTuple):
 
 
 async def reach_first(
-    preferred: Iterable[Way],
-    others: Iterable[Way],
+    groups: Sequence[Sequence[Way]],
     open_way: Callable[[Way], Awaitable[SecureChannel]],
     *,
     head_start_seconds: float,
 ) -> Reached:
-    """Open all ways at the same time and keep the first that works; the preferred have a start.
+    """Open ways at the same time and keep the first that works; each group has a start to the next.
 
     Raises:
         TransportLostError: none works; the reason names each.
     """
     failures: list[tuple[Way, TransportLostError]] = []
-    preferred_failed = asyncio.Event()
-    ways = tuple(preferred)
-    waiting = len(ways)
-    if not ways:
-        preferred_failed.set()
+    waiting = [len(ways) for ways in groups]
+    have_failed = [asyncio.Event() for _ in groups]
 
-    async def attempt(way: Way, *, is_preferred: bool) -> tuple[Way, SecureChannel] | None:
-        nonlocal waiting
-        if not is_preferred:
-            await _wait(preferred_failed, head_start_seconds)
+    def note_failed() -> None:
+        for rank, event in enumerate(have_failed):
+            if not any(waiting[: rank + 1]):
+                event.set()
+
+    note_failed()
+
+    async def attempt(way: Way, rank: int) -> tuple[Way, SecureChannel] | None:
+        if rank:
+            # What comes last may take the place of a relay, which has to wait for two.
+            await _wait(have_failed[rank - 1], head_start_seconds * _LATER ** (rank - 1))
         try:
             return way, await open_way(way)
         except TransportLostError as error:
             failures.append((way, error))
-        waiting -= is_preferred
-        if not waiting:
-            preferred_failed.set()
+        waiting[rank] -= 1
+        note_failed()
         return None
 
-    tasks = [asyncio.create_task(attempt(way, is_preferred=True)) for way in ways]
-    tasks += [asyncio.create_task(attempt(way, is_preferred=False)) for way in others]
+    tasks = [
+        asyncio.create_task(attempt(way, rank)) for rank, ways in enumerate(groups) for way in ways
+    ]
     won: tuple[Way, SecureChannel] | None = None
     try:
         for task in asyncio.as_completed(tasks):

@@ -11,7 +11,7 @@ from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError
 from linkcpp.link.handlers import StreamHandler, StreamPort
 from linkcpp.link.handshake import Machine
-from linkcpp.link.offers import LinkEndedError
+from linkcpp.link.offers import LinkEndedError, OfferSource
 from linkcpp.link.paths import PathKeeper
 from linkcpp.link.pump import MakeHandler
 from linkcpp.link.records import CHUNK_BYTES, LinkLimits, LinkTimes
@@ -110,6 +110,10 @@ class LinkEndpoint(AsyncClosing):
     def direct_urls(self) -> tuple[str, ...]:
         """The addresses of the peer itself that were told last (WebSocket ones)."""
         return self._supply.direct_urls
+
+    def another_edge(self) -> OfferSource | None:
+        """Return where offers for one more edge to the peer come from; ``None``: from nowhere."""
+        return self._supply.another()
 
     def start_stream(self, target: str, make_handler: MakeHandler) -> StreamHandler:
         """Open a stream to ``target`` and start its handler.

@@ -5,6 +5,7 @@ programs then dial and accept by themselves, and no process lies between the net
 that computes. The keys are made for this one link.
 """
 
+import time
 from collections.abc import Callable
 from typing import Self
 
@@ -15,13 +16,15 @@ from linkcpp.common.closing import Closing
 from linkcpp.common.records import WireRecord
 from linkcpp.link.blocking import BlockingStream
 from linkcpp.link.choosing import Path, PathKind
-from linkcpp.link.dialing import Way, Ways
+from linkcpp.link.dialing import Way, Ways, direct_ways
 from linkcpp.link.endpoint import LinkEndpoint
 from linkcpp.link.handlers import StreamPort
 from linkcpp.link.handshake import KnownPeer, Machine, parse_link_key
 from linkcpp.link.records import LinkTimes
 from linkcpp.link.shared_loop import SharedLoop
 from linkcpp.link.status import LinkStatus
+from linkcpp.link.supply import relay_ways
+from linkcpp.registry.edges import EdgeOffer
 from linkcpp.registry.encoding import decode, encode
 from linkcpp.registry.relay import DIRECT_PATH, encode_cluster_hello
 from linkcpp.registry.trust import websocket_url
@@ -58,21 +61,26 @@ class IntroducedEnd(WireRecord):
 class DialledEnd(IntroducedEnd):
     """What the program is told that dials.
 
-    ``direct_urls`` are those of the peer's agent; ``relayed_url`` leads there through a port of
-    this machine that the coordinator keeps.
+    ``direct_urls`` are those of the peer's agent, ``offer`` an edge of a hub that was made for this
+    link; ``relayed_url`` leads there through a port of this machine that the coordinator keeps.
     """
 
     direct_urls: tuple[str, ...] = ()
+    offer: EdgeOffer | None = None
     relayed_url: str | None = None
 
     def ways(self) -> Ways:
         """Return how the peer may be reached."""
-        path = f"{DIRECT_PATH}/{self.link_id}"
-        direct = (Way(Path(PathKind.DIRECT), websocket_url(url, path)) for url in self.direct_urls)
-        relay: tuple[Way, ...] = ()
+        path, hello = f"{DIRECT_PATH}/{self.link_id}", encode_cluster_hello(self.link_id)
+        last: tuple[Way, ...] = ()
         if self.relayed_url is not None:
-            relay = (Way(Path(PathKind.RELAY), websocket_url(self.relayed_url, path)),)
-        return Ways(tuple(direct), relay, encode_cluster_hello(self.link_id))
+            last = (Way(Path(PathKind.RELAY), websocket_url(self.relayed_url, path), hello),)
+        holds = self.offer is not None and self.offer.expires_at > time.time()
+        return Ways(
+            direct_ways(self.direct_urls, hello, path),
+            relay_ways(self.offer) if self.offer is not None and holds else (),
+            last,
+        )
 
 
 def new_key() -> tuple[str, str]:
@@ -91,16 +99,24 @@ class IntroducedSupply:
     def __init__(self, end: DialledEnd) -> None:
         self.introduction = end.introduction(is_dialler=True)
         self.is_awaited = False
+        self.update(end)
+
+    def update(self, end: DialledEnd) -> None:
+        """Take other ways to the same peer."""
+        self._end = end
         self.direct_urls = end.direct_urls
-        self._ways = end.ways()
 
     async def usable(self) -> Ways:
         """Return the ways."""
-        return self._ways
+        return self._end.ways()
 
     async def fresh(self) -> Ways:
-        """Return the ways: the coordinator told them once."""
-        return self._ways
+        """Return the ways that the coordinator told last."""
+        return self._end.ways()
+
+    def another(self) -> None:
+        """The coordinator asks for edges."""
+        return
 
     def avoid(self, gateway_id: str | None) -> None:
         """Do nothing: there are no gateways."""
@@ -120,6 +136,7 @@ class ProgramLink(Closing):
     def __init__(self) -> None:
         self._shared = SharedLoop()
         self._endpoint: LinkEndpoint | None = None
+        self._supply: IntroducedSupply | None = None
 
     @classmethod
     def dial(cls, end: DialledEnd, *, timeout_seconds: float) -> Self:
@@ -137,6 +154,11 @@ class ProgramLink(Closing):
             raise
         return link
 
+    def update(self, end: DialledEnd) -> None:
+        """Take other ways to the same peer from now on; from any thread."""
+        if self._supply is not None:
+            self._supply.update(end)
+
     def status(self) -> LinkStatus | None:
         """Tell what the link does now; from any thread."""
         return self._endpoint.status() if self._endpoint is not None else None
@@ -149,7 +171,8 @@ class ProgramLink(Closing):
         self._shared.close()
 
     async def _open(self, end: DialledEnd, timeout_seconds: float) -> None:
-        self._endpoint = LinkEndpoint(IntroducedSupply(end), times=_TIMES)
+        self._supply = IntroducedSupply(end)
+        self._endpoint = LinkEndpoint(self._supply, times=_TIMES)
         await self._endpoint.open(timeout_seconds=timeout_seconds)
         stream = self._endpoint.start_stream(PROGRAM_TARGET, _blocking(self._shared))
         assert isinstance(stream, BlockingStream)  # noqa: S101 - made below

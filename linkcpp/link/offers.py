@@ -46,6 +46,10 @@ class OfferSource(Protocol):
         """
         ...
 
+    def another(self) -> "OfferSource":
+        """Return a source for one more edge to the same machine."""
+        ...
+
     async def close(self) -> None:
         """Tell that the edge is not needed any more; never fails."""
         ...
@@ -89,6 +93,10 @@ class HubOffers:
             if error.is_final or is_over:
                 raise LinkEndedError(error.message, hint=error.hint, code=error.code) from error
             raise
+
+    def another(self) -> "HubOffers":
+        """Return a source for one more edge to the node."""
+        return HubOffers(self._hub, self._node_id, self._relay_rtts_ms)
 
     async def close(self) -> None:
         """Have the hub close the edge."""

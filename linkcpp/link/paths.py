@@ -95,9 +95,8 @@ class PathKeeper:
         """
         try:
             return await reach_first(
-                ways.direct,
-                ways.relay,
-                lambda way: self._open(way, ways.hello),
+                (ways.direct, ways.relay, ways.last),
+                self._open,
                 head_start_seconds=self._times.head_start,
             )
         except TransportLostError as error:
@@ -157,10 +156,10 @@ class PathKeeper:
                 await channel.close(1000, "the link was closed")
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    async def _open(self, way: Way, hello: bytes) -> SecureChannel:
+    async def _open(self, way: Way) -> SecureChannel:
         introduction = self._supply.introduction
         assert introduction is not None  # noqa: S101 - there are ways
-        channel = await open_channel(way, hello, introduction, self._resume(), self._times)
+        channel = await open_channel(way, introduction, self._resume(), self._times)
         try:
             self._supply.check(channel.agreed.machine, channel.agreed.peer_key)
         except LinkEndedError as error:
@@ -294,15 +293,11 @@ class PathKeeper:
         if not ways:
             self.why = f"{current}: {trips.now_ms:.1f} ms, and there is no other way"
             return
-        await self._compare(current, trips, ways, offered.hello)
+        await self._compare(current, trips, ways)
 
-    async def _compare(
-        self, current: Path, trips: RoundTrips, ways: list[Way], hello: bytes
-    ) -> None:
+    async def _compare(self, current: Path, trips: RoundTrips, ways: list[Way]) -> None:
         try:
-            reached = await reach_first(
-                ways, (), lambda way: self._open(way, hello), head_start_seconds=0.0
-            )
+            reached = await reach_first((ways,), self._open, head_start_seconds=0.0)
         except TransportLostError as error:
             self.why = f"{current}: {trips.now_ms:.1f} ms; {error.reason}"
             return

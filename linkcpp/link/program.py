@@ -23,6 +23,7 @@ from linkcpp.link.introduced import PROGRAM_TARGET, IntroducedEnd
 from linkcpp.link.records import LinkLimits, LinkTimes
 from linkcpp.link.shared_loop import SharedLoop
 from linkcpp.link.transport import TransportLostError, WebSocketTransport
+from linkcpp.registry.edges import EdgeOffer
 from linkcpp.registry.relay import (
     HELLO_DEADLINE_SECONDS,
     PAIRED,
@@ -58,6 +59,13 @@ def remove_door(door: Path) -> None:
         door.parent.rmdir()
 
 
+def tell_offer(offer: EdgeOffer, door: Path) -> None:
+    """Tell the program behind a door of an offer for its link; raises as ``hand_over``."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        sender.sendto(offer.model_dump_json().encode(), str(door))
+
+
 def hand_over(connection: socket.socket, head: bytes, door: Path) -> None:
     """Give a connection to the program behind a door, with what was read from it.
 
@@ -83,6 +91,7 @@ class ProgramDoor(Closing):
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._path = end.door
+        self._offer: EdgeOffer | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._listener.setblocking(False)
         self._listener.bind(str(end.door))
@@ -123,6 +132,8 @@ class ProgramDoor(Closing):
     def _said_goodbye(self) -> None:
         """End the session; whoever has the key may begin another."""
         ended, self._link = self._link, self._make()
+        if self._offer is not None:
+            self._link.renew(self._offer)
         self._spawn(ended.aclose(1000, "the other side closed it"))
 
     def _start(self, target: str, port: StreamPort) -> StreamHandler:
@@ -147,6 +158,9 @@ class ProgramDoor(Closing):
     def _take_connections(self) -> None:
         with contextlib.suppress(OSError):
             head, descriptors, _, _ = socket.recv_fds(self._listener, MAX_HEAD_BYTES, 1)
+            if not descriptors:
+                self._offer = EdgeOffer.model_validate_json(head)
+                self._link.renew(self._offer)
             for descriptor in descriptors:
                 connection = socket.socket(fileno=descriptor)
                 connection.setblocking(False)

@@ -52,6 +52,10 @@ class Supply(Protocol):
         """The peer's own addresses, as they were told last; HTTP or WebSocket ones."""
         ...
 
+    def another(self) -> OfferSource | None:
+        """Return where offers for one more edge to the peer come from; ``None``: from nowhere."""
+        ...
+
     async def usable(self) -> Ways:
         """Return ways that are not known to be outdated; raises as ``fresh``."""
         ...
@@ -113,6 +117,10 @@ class ClusterSupply:
         """The addresses."""
         return self._urls
 
+    def another(self) -> None:
+        """Nobody offers edges in a cluster."""
+        return
+
     @property
     def introduction(self) -> Introduction:
         """The cluster's secret, and an id that this end chose."""
@@ -120,8 +128,7 @@ class ClusterSupply:
 
     async def usable(self) -> Ways:
         """Return the addresses."""
-        hello = encode_cluster_hello(self._introduction.link_id)
-        return Ways(direct_ways(self._urls), (), hello)
+        return Ways(direct_ways(self._urls, encode_cluster_hello(self._introduction.link_id)))
 
     async def fresh(self) -> Ways:
         """Return the addresses; from the second lost attempt on, with those found anew."""
@@ -175,6 +182,10 @@ class OfferSupply:
     def direct_urls(self) -> tuple[str, ...]:
         """What the last offer says."""
         return self._offer.direct_urls if self._offer else ()
+
+    def another(self) -> OfferSource:
+        """The hub offers as many as are asked for."""
+        return self._source.another()
 
     @property
     def introduction(self) -> Introduction | None:
@@ -247,12 +258,22 @@ class OfferSupply:
 
 
 def _ways(offer: EdgeOffer) -> Ways:
-    relay: tuple[Way, ...] = ()
-    if offer.relay_url is not None:
-        path = Path(PathKind.RELAY, offer.gateway_id, offer.gateway_name)
-        relay = (Way(path, offer.relay_url),)
     hello = encode_hello(Hello(offer.role, offer.edge_id, offer.ticket))
-    return Ways(direct_ways(offer.direct_urls), relay, hello, offer.gateway_id, offer.gateway_name)
+    return Ways(
+        direct_ways(offer.direct_urls, hello),
+        relay_ways(offer),
+        gateway_id=offer.gateway_id,
+        gateway_name=offer.gateway_name,
+    )
+
+
+def relay_ways(offer: EdgeOffer) -> tuple[Way, ...]:
+    """Return the way through the gateway that an offer names, if it names one."""
+    if offer.relay_url is None:
+        return ()
+    path = Path(PathKind.RELAY, offer.gateway_id, offer.gateway_name)
+    hello = encode_hello(Hello(offer.role, offer.edge_id, offer.ticket))
+    return (Way(path, offer.relay_url, hello),)
 
 
 def _names(known: KnownPeer) -> tuple[str, str, str]:

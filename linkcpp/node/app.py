@@ -67,7 +67,7 @@ def create_app(agent: Agent) -> ASGIApp:
     _add_node_routes(app, agent)
     _add_server_routes(app, agent.servers)
     add_slice_routes(app, agent.slices)
-    add_worker_routes(app, agent.workers)
+    add_worker_routes(app, agent.workers, lambda: agent.links)
     _add_errors(app)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     app.add_middleware(AccessControl, token=agent.token, failures=RateLimit())

@@ -33,6 +33,7 @@ from linkcpp.node.records import (
     SliceRecord,
     SliceRequest,
     SliceState,
+    WorkerEdge,
     WorkerId,
     WorkerList,
     WorkerRecord,
@@ -243,6 +244,15 @@ class NodeClient(NodeConnection):
         body = request.model_dump_json().encode()
         answer = await self._call("POST", "/v1/workers", body, timeout_seconds=60.0)
         return self._node.parse(NewWorker, answer)
+
+    async def use_edge(self, worker_id: WorkerId, edge_id: str) -> None:
+        """Let a worker's own link take an edge of a hub.
+
+        Raises:
+            NodeRefusedError: ``unknown_worker``, ``too_many_edges``.
+        """
+        body = WorkerEdge(edge_id=edge_id).model_dump_json().encode()
+        await self._call("POST", f"/v1/workers/{worker_id}/edge", body)
 
     async def workers(self) -> tuple[WorkerRecord, ...]:
         """List all expert workers of the node."""

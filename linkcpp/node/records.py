@@ -20,6 +20,7 @@
 | ``GET /v1/slices/{id}/manifest`` | | the manifest of a slice that is whole |
 | ``DELETE /v1/slices/{id}`` | | 204, also when it is already gone |
 | ``POST /v1/workers`` | ``WorkerRequest`` | 201 ``NewWorker``, with the worker's token |
+| ``POST /v1/workers/{id}/edge`` | ``WorkerEdge`` | 204, also before the hub's offer has come |
 | ``GET /v1/workers`` | | ``WorkerList`` |
 | ``GET /v1/workers/{id}`` | | ``WorkerRecord`` |
 | ``POST /v1/workers/{id}/renew`` | | ``WorkerRecord`` (the lease starts again) |
@@ -250,6 +251,12 @@ class NewWorker(WireRecord):
     worker: WorkerRecord
     token: str
     link_key: str
+
+
+class WorkerEdge(Record):
+    """An edge of a hub for the worker's own link: the worker takes part in it by itself."""
+
+    edge_id: str = Field(pattern=r"^[0-9a-f]{32}$")
 
 
 class WorkerList(WireRecord):

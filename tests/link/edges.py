@@ -120,6 +120,9 @@ class HubOfTest:
                 await self.acceptor.offer(self.make(EdgeRole.NODE, gateway))
         return self.make(EdgeRole.BACKBONE, gateway)
 
+    def another(self) -> "HubOfTest":
+        return self
+
     async def close(self) -> None:
         self.is_closed = True
 

@@ -12,6 +12,7 @@ from linkcpp.dispatch.control import DispatchStatus, NewServer, NewWorker
 from linkcpp.dispatch.process import READY_PATTERN, DispatchConfig
 from linkcpp.engine.rpc_server import LOOPBACK
 from linkcpp.launch.programs import Program, start_program
+from linkcpp.link.introduced import DialledEnd
 
 _CALL_SECONDS = 10.0
 
@@ -74,6 +75,10 @@ class Dispatcher:
         """
         path = "/servers" if isinstance(holder, NewServer) else "/workers"
         await self._call("POST", path, holder.model_dump_json())
+
+    async def change_link(self, name: str, link: DialledEnd) -> None:
+        """Have it know other ways to a worker; raises as ``add``."""
+        await self._call("PUT", f"/workers/{name}/link", link.model_dump_json())
 
     async def remove(self, name: str) -> None:
         """Have it do without a worker; also fine when it has none of that name."""

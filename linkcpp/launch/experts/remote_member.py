@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from linkcpp.common.closing import AsyncClosing
 from linkcpp.common.errors import LinkcppError
 from linkcpp.dispatch.control import NewWorker as NewHolder
 from linkcpp.launch.experts.delivery import Delivery
@@ -14,9 +16,11 @@ from linkcpp.launch.experts.member import Member
 from linkcpp.launch.experts.records import WorkerPhase
 from linkcpp.launch.finding import FoundNode
 from linkcpp.launch.watch import RENEW_SECONDS, first_result
+from linkcpp.link.choosing import PathKind
 from linkcpp.link.endpoint import LinkEndpoint
 from linkcpp.link.forward import Forward, Lease
 from linkcpp.link.introduced import DialledEnd, new_key
+from linkcpp.link.offers import OfferSource
 from linkcpp.node.client import NodeClient, NodeError, NodeRefusedError
 from linkcpp.node.records import (
     NewWorker,
@@ -26,8 +30,12 @@ from linkcpp.node.records import (
     lease_target,
     worker_target,
 )
+from linkcpp.registry.edges import EdgeOffer
+from linkcpp.registry.tickets import EDGE_TICKET_SECONDS
 
 GIVE_BACK_SECONDS = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 class RemoteMember(Member):
@@ -82,7 +90,10 @@ class RemoteMember(Member):
     async def _use(self, node: FoundNode, new: NewWorker, own_key: str) -> str:
         worker_id, link = new.worker.worker_id, node.client.link
         ready = await node.client.wait_worker(worker_id)
-        async with await Forward.open(link, worker_target(worker_id)) as forward:
+        async with (
+            await Forward.open(link, worker_target(worker_id)) as forward,
+            _Edge(node.client, worker_id) as edge,
+        ):
             # The program that computes links to the worker itself; over this link it does where
             # there is no way between the two alone.
             end = DialledEnd(
@@ -90,11 +101,26 @@ class RemoteMember(Member):
                 own_key=own_key,
                 peer_key=new.link_key,
                 direct_urls=link.direct_urls,
+                offer=await edge.offer(),
                 relayed_url=f"http://{forward.endpoint}",
             )
             holder = NewHolder(name=self._holder_name(), token=new.token, link=end)
             async with self._joined(holder, worker_id, ready.slab_bytes):
-                return await self._watch(node, worker_id)
+                renewing = asyncio.create_task(self._renew_edge(edge, holder.name, end))
+                try:
+                    return await self._watch(node, worker_id)
+                finally:
+                    renewing.cancel()
+                    await asyncio.gather(renewing, return_exceptions=True)
+
+    async def _renew_edge(self, edge: "_Edge", holder: str, end: DialledEnd) -> None:
+        """Tell of a fresh offer before the ticket of the last one ends, for ever."""
+        while True:
+            await asyncio.sleep(EDGE_TICKET_SECONDS / 3)
+            if (offer := await edge.offer()) is not None:
+                with contextlib.suppress(LinkcppError):
+                    end = end.model_copy(update={"offer": offer})
+                    await self._around.dispatcher.change_link(holder, end)
 
     async def _watch(self, node: FoundNode, worker_id: WorkerId) -> str:
         """Keep the lease; returns why the worker, or the link to its node, is gone."""
@@ -130,6 +156,38 @@ class RemoteMember(Member):
         way, resident_bytes = node.client.way(), worker.resident_bytes
         self._emit(WorkerFound(self._index, node.url, rtt_ms, way, resident_bytes))
         return None
+
+
+class _Edge(AsyncClosing):
+    """An edge of the hub for a worker's own link, where its node is reached through a relay."""
+
+    def __init__(self, client: NodeClient, worker_id: WorkerId) -> None:
+        self._client = client
+        self._worker_id = worker_id
+        self._source: OfferSource | None = None
+
+    async def offer(self) -> EdgeOffer | None:
+        """Return a fresh offer; ``None`` where there is no hub, or a shorter way, or not now."""
+        status = self._client.link.status()
+        if self._source is None:
+            if status.path is not PathKind.RELAY:
+                return None
+            self._source = self._client.link.another_edge()
+        if self._source is None:
+            return None
+        try:
+            offer = await self._source.offer(())
+            await self._client.use_edge(self._worker_id, offer.edge_id)
+        except LinkcppError as error:
+            # The link to the node carries the worker's too.
+            _log.info("no edge for a worker's link: %s", error.message)
+            return None
+        return offer
+
+    async def aclose(self) -> None:
+        """Give the edge back."""
+        if self._source is not None:
+            await self._source.close()
 
 
 async def _link_ended(link: LinkEndpoint) -> str:
