@@ -205,9 +205,9 @@ def build_control(
 ) -> FastAPI:
     """Make the HTTP application: GET /status, POST /workers, POST /servers, DELETE /workers/NAME.
 
-    PUT /workers/NAME/link tells of other ways to a worker. POST /workers/NAME/check compares rows of
-    a worker with a reference. GET /routing-counts tells
-    how often each expert was chosen, as ``linkcpp plan --hot`` reads it.
+    PUT /workers/NAME/link tells of other ways to a worker. POST /workers/NAME/check compares rows
+    of a worker with a reference. GET /routing-counts tells how often each expert was chosen, as
+    ``linkcpp plan --hot`` reads it.
     """
 
     def authorize(request: Request) -> None:

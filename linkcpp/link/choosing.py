@@ -33,6 +33,11 @@ class Path(NamedTuple):
     gateway_id: str | None = None
     gateway_name: str | None = None
 
+    @property
+    def is_last_resort(self) -> bool:
+        """Whether the coordinator carries it, who has better to do."""
+        return self.kind is PathKind.RELAY and self.gateway_id is None
+
     def __str__(self) -> str:
         if self.kind is PathKind.DIRECT:
             return "direct"
@@ -77,7 +82,9 @@ class RoundTrips:
 def choose(current: Path, current_ms: float, other: Path, other_ms: float) -> Choice:
     """Decide between the path in use and another one that works."""
     both = f"{_ms(other_ms)} against {_ms(current_ms)}"
-    if other.kind is current.kind:
+    if current.is_last_resort:
+        is_better = other_ms <= 1.25 * current_ms + 2.0
+    elif other.kind is current.kind:
         is_better = other_ms < 0.7 * current_ms - 2.0
     elif other.kind is PathKind.DIRECT:
         is_better = other_ms <= 1.25 * current_ms + 2.0

@@ -288,7 +288,7 @@ class PathKeeper:
         else:
             return
         ways = [] if current.kind is PathKind.DIRECT else list(offered.direct)
-        if is_slow:
+        if is_slow or current.is_last_resort:
             ways += [way for way in offered.relay if way.path != current]
         if not ways:
             self.why = f"{current}: {trips.now_ms:.1f} ms, and there is no other way"

@@ -77,6 +77,13 @@ def test_a_model_that_only_the_hub_has_is_served_exactly_by_two_homes(
         assert entry.transferred_bytes < entry.slice_bytes + MAX_EXTRA_BYTES
         assert entry.slice_bytes < model.stat().st_size
     assert all_go_through(wan, wan.gateway_id("north"))
+    # So do the workers' own links, each over an edge of its own.
+    wait_until(
+        lambda: all(
+            (worker(wan, name).link_way or "").startswith("relay through north")
+            for name in wan.homes
+        )
+    )
 
 
 def test_verify_finds_it_exact(wan: World, url_of_hubs_model: str, model: Path) -> None:
