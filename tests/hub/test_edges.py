@@ -279,8 +279,9 @@ async def test_a_machine_that_is_revoked_while_its_events_open_is_told_nothing(
 
 
 async def test_edges_of_one_pair_are_few_and_those_asked_for_at_once_count(
-    hub: RunningHub,
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(hub_edges, "_MAX_EDGES_PER_PAIR", 8)
     node, other = await hub.online_node(), await hub.online_node("cellar")
     backbone, second = await hub.machine(Role.BACKBONE), await hub.machine(Role.BACKBONE)
     request = EdgeRequest(node_id=node.node_id)
@@ -292,7 +293,10 @@ async def test_edges_of_one_pair_are_few_and_those_asked_for_at_once_count(
     await backbone.client.create_edge(EdgeRequest(node_id=other.node_id))
 
 
-async def test_edges_of_killed_coordinators_do_not_keep_the_next_one_out(hub: RunningHub) -> None:
+async def test_edges_of_killed_coordinators_do_not_keep_the_next_one_out(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_edges, "_MAX_EDGES_PER_PAIR", 8)
     node, backbone = await hub.online_node(), await hub.machine(Role.BACKBONE)
     for _ in range(8):
         await backbone.client.create_edge(EdgeRequest(node_id=node.node_id))

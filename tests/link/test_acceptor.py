@@ -13,7 +13,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from linkcpp.common.errors import LinkcppError
-from linkcpp.link.acceptor import MAX_LINKS, MAX_STRANGERS
+from linkcpp.link.acceptor import MAX_LINKS, MAX_STRANGERS, HandedEdge
 from linkcpp.link.core import NO_EPOCH, Resume
 from linkcpp.link.handshake import Agreed, KnownPeer, initiate, parse_link_key
 from linkcpp.link.offers import LinkEndedError
@@ -385,3 +385,38 @@ async def test_an_offer_of_another_hub_or_side_is_refused(direct: Direct) -> Non
         with pytest.raises(LinkcppError):
             await direct.node.acceptor.offer(other)
     assert direct.node.acceptor.edge_ids == ()
+
+
+@pytest.mark.parametrize("comes_before", [False, True])
+async def test_offers_of_a_programs_edge_go_to_the_program(
+    direct: Direct, comes_before: bool
+) -> None:
+    acceptor, offer = direct.node.acceptor, direct.hub.make(EdgeRole.NODE, None)
+    told: list[EdgeOffer] = []
+    if comes_before:
+        await acceptor.offer(offer)
+    await acceptor.hand_over(offer.edge_id, HandedEdge(BACKBONE.node_id, told.append))
+    if not comes_before:
+        await acceptor.offer(offer)
+    assert told == [offer]
+    assert acceptor.status() == ()
+    assert list(acceptor.edge_ids) == [offer.edge_id]
+    await acceptor.close_link(offer.edge_id)
+    assert list(acceptor.edge_ids) == []
+
+
+async def test_offers_of_another_machines_edge_and_to_a_program_that_ended_go_nowhere(
+    direct: Direct,
+) -> None:
+    acceptor, offer = direct.node.acceptor, direct.hub.make(EdgeRole.NODE, None)
+    told: list[EdgeOffer] = []
+    await acceptor.hand_over(offer.edge_id, HandedEdge("somebody-else", told.append))
+    await acceptor.offer(offer)
+    assert told == []
+
+    def has_ended(_: EdgeOffer) -> None:
+        raise FileNotFoundError
+
+    await acceptor.hand_over(offer.edge_id, HandedEdge(BACKBONE.node_id, has_ended))
+    await acceptor.offer(offer)
+    assert acceptor.edge_ids == ()
