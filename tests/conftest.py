@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from linkcpp.engine.records import EngineLocation
 from tests.model.web_server import Server
@@ -27,6 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Say how long the run is before test modules ask."""
     lengths.is_long = config.getoption("--long")
+    # A busy machine makes no result wrong.
+    settings.register_profile("linkcpp", deadline=None)
+    settings.load_profile("linkcpp")
 
 
 # First, so that `-m "not slow"` knows the marks.

@@ -62,8 +62,8 @@ def test_the_metadata_is_kept(tmp_path: Path) -> None:
         ("llama", 3, "cannot be made exactly"),
         ("llama", 1, "cannot be made exactly"),
         ("llama", 64, "at block borders"),
-        ("gemma3", 4, "no dense model"),
-        ("qwen3moe", 4, "no dense model"),
+        ("gemma3", 4, "not a dense model"),
+        ("qwen3moe", 4, "not a dense model"),
     ],
 )
 def test_what_cannot_be_made_exactly_is_refused(

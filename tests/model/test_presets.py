@@ -134,7 +134,7 @@ def test_a_folder_does_not_hide_a_preset_of_its_name(
 
 
 def test_an_impossible_path_is_named() -> None:
-    with pytest.raises(LinkcppError, match="no usable path"):
+    with pytest.raises(LinkcppError, match="not a usable path"):
         load_model("a" * 5000)
-    with pytest.raises(LinkcppError, match="no usable path"):
+    with pytest.raises(LinkcppError, match="not a usable path"):
         load_model("a\0b.gguf")

@@ -199,7 +199,7 @@ def test_nobody_at_the_address_is_named(server: Server, tmp_path: Path) -> None:
     ],
 )
 def test_an_address_that_is_none_is_named(address: str) -> None:
-    with pytest.raises(LinkcppError, match=r"no usable address|Cannot read"):
+    with pytest.raises(LinkcppError, match=r"not a usable address|Cannot read"):
         read_inventory(address)
 
 
