@@ -173,6 +173,7 @@ async def test_the_description_has_every_route_and_its_errors(node: RunningAgent
         ("POST", "/v1/workers"),
         ("GET", "/v1/workers"),
         ("GET", "/v1/workers/{worker_id}"),
+        ("POST", "/v1/workers/{worker_id}/edge"),
         ("POST", "/v1/workers/{worker_id}/renew"),
         ("DELETE", "/v1/workers/{worker_id}"),
         ("GET", "/v1/workers/{worker_id}/logs"),
