@@ -1,7 +1,7 @@
 """What a user runs, beside the same without it: a deployment, bare programs, one llama-server.
 
     python benchmarks/deployed.py [--rounds 8] [--tokens 64] [--model MODEL.gguf]
-        [--only layers|experts|bulk] [--megabytes 256] [--before FILE] [--json]
+        [--only layers|experts|bulk] [--megabytes 1024] [--before FILE] [--json]
 
 A deployment is what `linkcpp node` and `linkcpp launch` start: agents, encrypted links, supervisor,
 front. Layers over 1, 2 and 3 nodes stand beside llama-server with the same arguments on bare
@@ -51,11 +51,14 @@ from deployed_report import (
 )
 from processes import cpu_seconds, programs_below
 
+from linkcpp.cluster.records import Cluster, LinkSpeed, NodeRecord
 from linkcpp.engine.records import EngineLocation
 from linkcpp.model.inventory import read_inventory
 from linkcpp.model.slices.segments import Segment
+from linkcpp.node.discovery import Discovery
 from linkcpp.planning.arguments import server_arguments
-from linkcpp.planning.records import Plan
+from linkcpp.planning.records import Plan, PlanOptions
+from linkcpp.planning.shortfall import make_plan
 from tests.launch.expert_plans import expert_counts, experts_plan
 from tests.launch.swarm import Swarm, single_thread_templates
 from tests.support.engines import prebuilt_engine
@@ -175,7 +178,8 @@ class Bench:
         model = self.model
         swarm = self._swarm(stack, folder / DEPLOYED, count)
         path = swarm.plan(model)
-        plan = Plan.model_validate_json(path.read_text())
+        plan = plan_for_alike(swarm, model, Plan.model_validate_json(path.read_text()).options)
+        path.write_text(plan.model_dump_json())
         setups = [self._deployed(swarm, path)]
         setups.append(self._alone(stack, folder, model, swarm))
         home = self._home(folder, STOCK)
@@ -305,6 +309,29 @@ class Bench:
         }
 
 
+def plan_for_alike(swarm: Swarm, model: Path, options: PlanOptions) -> Plan:
+    """Plan layers over nodes that are all alike, with none on the coordinator.
+
+    What is measured differs from run to run, and by that also what goes over links.
+    """
+
+    def at_speed(record: NodeRecord, bytes_per_second: float) -> NodeRecord:
+        speed = {"read_bytes_per_second": bytes_per_second}
+        devices = tuple(device.model_copy(update=speed) for device in record.devices)
+        return record.model_copy(update={"devices": devices})
+
+    found = swarm.run("discover", "--no-mdns", "--json", *swarm.node_options())
+    cluster = Discovery.model_validate_json(found.stdout).cluster
+    link = LinkSpeed(rtt_ms=1.0, bytes_per_second=1e8)
+    nodes = tuple(
+        node.model_copy(update={"record": at_speed(node.record, 1e10), "link": link})
+        for node in cluster.nodes
+        if node.record
+    )
+    coordinator = at_speed(cluster.coordinator, 1e8)
+    return make_plan(read_inventory(model), Cluster(coordinator=coordinator, nodes=nodes), options)
+
+
 def spread(
     values: Sequence[float],
     others: Sequence[float] | None = None,
@@ -330,7 +357,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="2 to 500")
     parser.add_argument("--model", type=Path, help="else SmolLM2, and a mixture made from it")
     parser.add_argument("--only", choices=[*NODE_COUNTS, "bulk"])
-    parser.add_argument("--megabytes", type=int, default=256, help="of bulk, a way and round")
+    parser.add_argument("--megabytes", type=int, default=1024, help="of bulk, a way and round")
     parser.add_argument("--before", type=Path, help="JSON of another version's run")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
